@@ -1,0 +1,137 @@
+"""Generator: one vLLM replica that keeps decoding while new weights arrive.
+
+Owns: the engine, the staging memory of its pulls. One process mesh per replica.
+Promises: serves nothing before it holds a complete version; a request waits until the replica holds the step that it asks for;
+weights arrive in the background and become live between two decode steps.
+Called by: RolloutWorker (`generate`), the controller (`start`, `follow`). May be blocked by: nothing but its own engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from monarch.actor import Actor, concurrent_endpoint
+
+from monarch_rl.config import Config
+from monarch_rl.observe import timeline
+from monarch_rl.observe.metrics import GeneratorReport
+from monarch_rl.types import Generation, Sampling, Version
+
+if TYPE_CHECKING:
+    from actors.metrics import Metrics
+    from actors.publisher import Publisher
+    from monarch_rl.weights.plan import LoadPlan
+    from monarch_rl.weights.pull import Puller
+    from monarch_rl.weights.slots import Offer, SlotBuffers
+
+
+class Generator(Actor):
+    def __init__(self, config: Config, replica: int, metrics: Metrics) -> None:
+        self._config, self._replica, self._metrics = config, replica, metrics
+        self.name = f"generator {replica}"
+        self._arrived: asyncio.Event = asyncio.Event()
+        self._pulls = GeneratorReport(replica)
+        self._following: asyncio.Task[None] | None = None
+
+    @concurrent_endpoint
+    async def start(self) -> LoadPlan:
+        """Build the engine; the plan says which rectangles of which checkpoint tensors its parameters are made of."""
+        from monarch_rl.engine import Engine
+
+        self._engine = Engine(
+            self._config.model.path, self._config.model.dtype, seed=self._config.seed, overrides=dict(self._config.generator.engine)
+        )
+        self._plan = await self._engine.start()
+        return self._plan
+
+    @concurrent_endpoint
+    async def generate(self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int) -> list[Generation]:
+        """Sample one completion per seed, each as a request of its own.
+
+        Waits until this replica holds at least step `min_step` (the gate of the admission rule).
+        """
+        await self._holds(min_step)
+        with timeline.span("generate", episodes=len(seeds)):
+            generations = await asyncio.gather(*[self._engine.generate(ids, sampling, seed) for seed in seeds])
+        for generation in generations:
+            generation.replica = self._replica
+        self._report()
+        return generations
+
+    @concurrent_endpoint
+    async def follow(self, publishers: Publisher, slots: list[list[SlotBuffers]], plan_digest: str) -> None:
+        """Pull and swap every version that the trainers publish, until `unfollow`."""
+        from monarch_rl.weights.pull import Puller
+
+        if self._plan.digest != plan_digest:
+            raise RuntimeError(f"{self.name}: its engine cuts the weights differently from generator 0; all replicas must share one layout")
+        puller = Puller(self._plan, slots)
+        self._pulls.bytes_per_pull = puller.nbytes
+        self._following = asyncio.create_task(self._follow(publishers, puller), name="follow")
+        await asyncio.wait({self._following})
+        if not self._following.cancelled():
+            self._following.result()
+
+    @concurrent_endpoint
+    async def unfollow(self) -> None:
+        """Stop pulling; `follow` returns."""
+        if self._following is not None:
+            self._following.cancel()
+
+    @concurrent_endpoint
+    async def fingerprints(self) -> dict[str, int]:
+        """Engine parameter name → checksum (for tests and for comparing replicas)."""
+        return await self._engine.fingerprints()
+
+    @concurrent_endpoint
+    async def shut(self) -> None:
+        if self._engine is not None:
+            await self._engine.close()
+
+    async def _follow(self, publishers: Publisher, puller: Puller) -> None:
+        from monarch_rl.weights.pull import RejectedPull
+
+        while True:
+            offer = await self._newer(publishers, puller.ranks)
+            before, start_ns = self._engine.stats().tokens, time.time_ns()
+            try:
+                await puller.pull(offer)
+            except RejectedPull:
+                self._pulls.rejected += 1
+                continue
+            pulled_ns = time.time_ns()
+            pause_s = await self._engine.swap(puller.write, offer.version)
+            self._swapped(offer.version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - before)
+
+    async def _newer(self, publishers: Publisher, ranks: int) -> Offer:
+        """The newest version above ours that every trainer rank has sealed. Parks at the publishers until there is one."""
+        from monarch_rl.weights.pull import common_offer
+
+        held = self._engine.version
+        asked = [publishers.slice(rank=rank).next.call_one(self.name, held).as_asyncio() for rank in range(ranks)]
+        offers = await asyncio.gather(*asked)
+        return common_offer([offer for offer in offers if offer is not None])
+
+    async def _holds(self, min_step: int) -> None:
+        while self._engine.version is None or self._engine.version.step < min_step:
+            arrived = self._arrived
+            await arrived.wait()
+
+    def _swapped(self, version: Version, start_ns: int, pulled_ns: int, pause_s: float, tokens_meanwhile: int) -> None:
+        self._arrived.set()
+        self._arrived = asyncio.Event()
+        timeline.add(timeline.Span("pull", start_ns, pulled_ns, {"version": str(version), "tokens_meanwhile": tokens_meanwhile}))
+        timeline.add(timeline.Span("swap", pulled_ns, time.time_ns(), {"version": str(version)}))
+        pulls = self._pulls
+        pulls.step, pulls.pull_s, pulls.pause_s = version.step, (pulled_ns - start_ns) / 1e9, pause_s
+        pulls.pulled += 1
+        pulls.tokens_during_pulls += tokens_meanwhile
+        self._report()
+
+    def _report(self) -> None:
+        """Tell the metrics actor; fire and forget, so that nobody ever waits for a generator to learn how it is."""
+        stats = self._engine.stats()
+        self._pulls.tokens, self._pulls.idle_s = stats.tokens, stats.idle_s
+        self._metrics.report.broadcast(self._pulls, timeline.drain())

@@ -1,0 +1,288 @@
+"""ReplayBuffer: the ledger, the store of finished groups and the stream of prompts.
+
+Owns: every prompt from its first lease until it is trained or dropped, and every group until its batch is taken.
+Promises: an ordinal is trained once or dropped with a reason; no token is trained above `buffer.max_age`; `lease` and
+`take` are answered as soon as there is something to give, and at the latest when the run is over, has failed or is closed.
+Called by: rollout workers (`lease`, `put`, `fail`, `drop`), trainer ranks (`take`, `trained`), the controller (the rest).
+May be blocked by: nothing. No endpoint awaits; prompts are made in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+from monarch.actor import Actor, endpoint
+
+from monarch_rl.config import Config
+from monarch_rl.groups import check_ages, describe, figures, judge, make_shards
+from monarch_rl.ledger import AgeError, Ledger, Lost
+from monarch_rl.types import Group, Lease, Prompt, Shard
+
+if TYPE_CHECKING:
+    from monarch.actor import Port
+
+log = logging.getLogger(__name__)
+
+RECENT = 16
+"""Finished groups kept for display."""
+FIGURES_KEPT = 256
+"""Steps whose figures can still be asked for."""
+
+
+class _Take(NamedTuple):
+    port: Port[Shard]
+    step: int
+    rank: int
+
+
+class ReplayBuffer(Actor):
+    def __init__(self, config: Config) -> None:
+        from monarch_rl.prompts import PromptStream
+        from monarch_rl.tasks import load_task
+
+        buffer = config.buffer
+        self._config = config
+        self._ledger = Ledger(
+            prompts_per_step=buffer.prompts_per_step,
+            max_age=buffer.max_age,
+            window=buffer.window,
+            max_attempts=config.rollout.max_attempts,
+            steps=config.steps,
+        )
+        self._stream = PromptStream(load_task(config.task, config.task_args, config.seed), ahead=buffer.prompts_per_step)
+        self._fetching: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended: str | None = None  # why nothing more will be given
+        self._idle: deque[tuple[Port[tuple[Lease, Prompt] | None], str]] = deque()  # workers that wait for a prompt
+        self._takes: list[_Take] = []  # ranks that wait for a batch
+        self._prompts: dict[int, Prompt] = {}  # made and without a group
+        self._groups: dict[int, Group] = {}  # scored
+        self._shards: dict[tuple[int, int], Shard] = {}  # (step, rank), until the rank has fetched it
+        self._barren: list[Group] = []  # dead or unscorable, since the last batch
+        self._barren_run = 0  # prompts dropped since the last trainable group ...
+        self._barren_notes: deque[str] = deque(maxlen=3)  # ... and what the last of them looked like
+        self._recent: deque[Group] = deque(maxlen=RECENT)
+        self._figures: dict[int, dict[str, float]] = {}
+
+    @endpoint(explicit_response_port=True)
+    async def lease(self, port: Port[tuple[Lease, Prompt] | None], worker: str) -> None:
+        """A prompt for `worker`, as soon as one may be started; None when the run is over, has failed or is closed."""
+        self._idle.append((port, worker))
+        self._pump()
+
+    @endpoint
+    async def put(self, lease: Lease, group: Group) -> bool:
+        """The group of a lease. False: the lease had been lost before, and the group is ignored.
+
+        Raises:
+            ValueError: the group answers another prompt.
+        """
+        if group.ordinal != lease.ordinal:
+            raise ValueError(f"the lease is on prompt {lease.ordinal}, the group is of prompt {group.ordinal}")
+        verdict = judge(group)
+        trainable = verdict == "trainable" or (verdict == "dead" and self._config.buffer.dead_groups == "keep")
+        if verdict == "unscorable":
+            held = self._ledger.drop(lease.ordinal, verdict, lease.attempt)
+        else:
+            held = self._ledger.scored(lease.ordinal, lease.attempt, trainable)
+        if held:
+            self._finished(group, trainable)
+            self._pump()
+        return held
+
+    @endpoint
+    async def fail(self, lease: Lease, reason: str) -> None:
+        """No group came of a lease: its prompt is tried again, or dropped when its attempts are used up."""
+        lost = self._ledger.failed(lease.ordinal, lease.attempt, "failed")
+        self._lost([lost] if lost else [], reason)
+        self._pump()
+
+    @endpoint
+    async def drop(self, lease: Lease, reason: str) -> None:
+        """No attempt at this prompt can succeed, e.g. since it is longer than the context."""
+        if self._ledger.drop(lease.ordinal, "refused", lease.attempt):
+            log.warning("prompt %d is dropped: %s", lease.ordinal, reason)
+            self._dropped(lease.ordinal, f"prompt {lease.ordinal}: {reason}")
+            self._pump()
+
+    @endpoint
+    async def release(self, worker: str) -> None:
+        """A worker is gone: its prompts go back, and it gets no more."""
+        self._idle = deque((port, name) for port, name in self._idle if name != worker)
+        self._lost(self._ledger.release(worker), f"{worker} is gone")
+        self._pump()
+
+    @endpoint(explicit_response_port=True)
+    async def take(self, port: Port[Shard], step: int, rank: int) -> None:
+        """The shard of `rank` of optimizer step `step`, as soon as the batch is complete; says that step - 1 is trained.
+
+        Raises (at the caller):
+            ValueError: not the next step, or fetched before.
+            AgeError: a token is too old; the message names its prompt.
+            RuntimeError: there will be no such batch, and why.
+        """
+        self._takes.append(_Take(port, step, rank))
+        self._pump()
+
+    @endpoint
+    async def trained(self, step: int) -> None:
+        """Optimizer step `step` is done. Said early (before the next `take`), it opens leases early."""
+        self._ledger.trained(step)
+        self._pump()
+
+    @endpoint
+    async def stats(self, step: int) -> dict[str, float]:
+        """Figures of a batch that was taken: those of `groups.figures`, and of the moment at which it was taken:
+
+        - `buffer/fill`: finished groups that were left waiting, divided by P. 0: the trainer took the last complete batch.
+        - `buffer/dropped`: prompts dropped since the start of the run; `buffer/dropped_<reason>` is the part of each reason: `dead`,
+          `unscorable`, and (logged one by one) `refused` by the worker, or out of attempts by `failed`, `deadline` or `lost` (worker).
+        - `buffer/leased`: prompts that workers held.
+
+        Raises:
+            ValueError: the step was not taken, or too long ago.
+        """
+        if step not in self._figures:
+            raise ValueError(f"there are no figures of step {step}; the last step taken is {self._ledger.taken_steps}")
+        return self._figures[step]
+
+    @endpoint
+    async def samples(self, k: int) -> list[Group]:
+        """The last finished groups, at most `k`, the newest last; dead ones among them."""
+        return list(self._recent)[-k:] if k > 0 else []
+
+    @endpoint
+    async def close(self) -> None:
+        """Nothing more is given: waiting workers get None, waiting ranks an error."""
+        self._ended = self._ended or "the replay buffer is closed"
+        self._pump()
+
+    def _pump(self) -> None:
+        """Give what can be given. Called after every event; batches come first, since taking one can open leases."""
+        self._serve_takes()
+        self._serve_leases()
+        self._arm()
+
+    def _serve_takes(self) -> None:
+        waiting, self._takes = self._takes, []
+        for take in waiting:
+            try:
+                shard = self._shard(take.step, take.rank)
+            except (AgeError, ValueError, RuntimeError) as error:
+                take.port.exception(error)
+            else:
+                if shard is None:
+                    self._takes.append(take)
+                else:
+                    take.port.send(shard)
+
+    def _serve_leases(self) -> None:
+        if self._ended or self._ledger.over:
+            while self._idle:
+                self._idle.popleft()[0].send(None)
+        step = self._ledger.trained_steps
+        while self._idle and (ordinal := self._ledger.next_ordinal(step)) is not None:
+            if ordinal not in self._prompts:
+                self._fetch()
+                return
+            port, worker = self._idle.popleft()
+            now = asyncio.get_running_loop().time()
+            lease = self._ledger.lease(worker, now, self._config.rollout.deadline_s, step)
+            assert lease is not None  # the ledger has just named its ordinal
+            port.send((lease, self._prompts[ordinal]))
+
+    def _shard(self, step: int, rank: int) -> Shard | None:
+        """None: not complete yet. A batch that one rank has got is given to the others whatever happens."""
+        if (step, rank) not in self._shards:
+            if self._ended:
+                raise RuntimeError(f"there is no batch for step {step}: {self._ended}")
+            self._ledger.trained(step - 1)
+            self._take(step)
+        return self._shards.pop((step, rank), None)
+
+    def _take(self, step: int) -> None:
+        try:
+            ordinals = self._ledger.take(step)
+            if ordinals is None:
+                return
+            groups = [self._groups.pop(ordinal) for ordinal in ordinals]
+            check_ages(groups, step, self._config.buffer.max_age)
+        except AgeError as error:
+            self._ended = str(error)
+            raise
+        trainer = self._config.trainer
+        self._shards |= {(step, r): s for r, s in enumerate(make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch))}
+        self._note(step, groups)
+
+    def _note(self, step: int, groups: list[Group]) -> None:
+        counts = self._ledger.counts
+        buffer = {"buffer/fill": self._ledger.fill, "buffer/dropped": float(counts.dropped), "buffer/leased": float(counts.leased)}
+        reasons = {f"buffer/dropped_{reason}": float(n) for reason, n in self._ledger.dropped.items()}
+        self._figures[step] = figures(step, groups, self._barren) | buffer | reasons
+        self._figures.pop(step - FIGURES_KEPT, None)
+        self._barren = []
+
+    def _finished(self, group: Group, trainable: bool) -> None:
+        self._recent.append(group)
+        if trainable:
+            self._prompts.pop(group.ordinal)
+            self._groups[group.ordinal] = group
+            self._barren_run = 0
+            self._barren_notes.clear()
+        else:
+            self._barren.append(group)
+            self._dropped(group.ordinal, describe(group))
+
+    def _lost(self, losses: Iterable[Lost], why: str) -> None:
+        for lost in losses:
+            attempt = f"attempt {lost.attempt} of {self._ledger.max_attempts} by {lost.owner}"
+            then = "it is dropped" if lost.dropped else "it is tried again"
+            log.warning("prompt %d: %s gave no group (%s); %s", lost.ordinal, attempt, why, then)
+            if lost.dropped:
+                self._dropped(lost.ordinal, f"prompt {lost.ordinal}: {why}")
+
+    def _dropped(self, ordinal: int, note: str) -> None:
+        """Count what gives nothing to train on; too many in a row end the run, which would go on forever."""
+        self._prompts.pop(ordinal)
+        self._barren_run += 1
+        self._barren_notes.append(note)
+        buffer = self._config.buffer
+        if self._barren_run >= max(1, buffer.max_dead_steps * buffer.prompts_per_step) and not self._ended:
+            self._ended = (
+                f"{self._barren_run} prompts in a row gave nothing to train on (buffer.max_dead_steps={buffer.max_dead_steps}; "
+                f"dropped so far: {', '.join(f'{n} {reason}' for reason, n in self._ledger.dropped.items())}). "
+                f"The last ones: {' | '.join(self._barren_notes)}"
+            )
+
+    def _fetch(self) -> None:
+        if self._fetching is None:
+            self._fetching = asyncio.get_running_loop().create_task(self._next_prompt())
+
+    async def _next_prompt(self) -> None:
+        try:
+            prompt = await asyncio.to_thread(next, self._stream)
+        except Exception as error:  # whatever a task does ends the run with its words, at the ranks that wait for a batch
+            self._ended = self._ended or str(error)
+        else:
+            self._prompts[prompt.ordinal] = prompt
+        self._fetching = None
+        self._pump()
+
+    def _arm(self) -> None:
+        """One timer, for the next deadline of a lease."""
+        deadline = None if self._ended else self._ledger.next_deadline()
+        if self._timer is not None:
+            if self._timer.when() == deadline:
+                return
+            self._timer.cancel()
+        self._timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        lost = self._ledger.expire(asyncio.get_running_loop().time())
+        self._lost(lost, f"rollout.deadline_s={self._config.rollout.deadline_s:g} passed")
+        self._pump()

@@ -1,0 +1,133 @@
+"""Trainer: one FSDP2 rank that takes optimizer steps and stages its shards of each new version.
+
+Owns: model, optimizer, the ring of staging slots. One process per rank; all endpoints are called on the whole mesh.
+Promises: a publish costs one copy of the local shards, whatever the generators do.
+Called by: the controller. May be blocked by: the other ranks (collectives), and by a batch that is not complete (deadline: `take_deadline`).
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from monarch.actor import Actor, current_rank, current_size, endpoint
+
+from monarch_rl.config import Config
+from monarch_rl.observe import timeline
+from monarch_rl.supervise import answer_blocking
+from monarch_rl.types import Version
+from monarch_rl.weights.board import BOARD
+
+if TYPE_CHECKING:
+    from actors.replay_buffer import ReplayBuffer
+    from monarch_rl.weights.plan import LoadPlan
+    from monarch_rl.weights.slots import SlotBuffers
+
+
+def take_deadline(config: Config) -> float:
+    """Seconds that a rank waits for a batch: every group of it may use up all its attempts."""
+    return config.rollout.deadline_s * config.rollout.max_attempts + 60.0
+
+
+class Trainer(Actor):
+    def __init__(self, config: Config, buffer: ReplayBuffer) -> None:
+        self._config, self._buffer = config, buffer
+        self._rank, self._world = current_rank().rank, sum(current_size().values())
+
+    @endpoint
+    def setup(self) -> None:
+        """Join the process group, load the model and shard it."""
+        import torch
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+
+        from monarch_rl.learner import Learner
+        from monarch_rl.models import load_causal_lm
+
+        cuda = torch.cuda.is_available()
+        if cuda:
+            torch.cuda.set_device(0)  # each process sees one device
+        else:
+            torch.set_num_threads(int(self._config.cluster.cpu_threads))
+        dist.init_process_group("nccl" if cuda else "gloo")
+        mesh = init_device_mesh("cuda" if cuda else "cpu", (self._world,), mesh_dim_names=("fsdp",))
+        self._learner = Learner(
+            load_causal_lm(self._config.model.path),
+            self._config.trainer,
+            total_steps=self._config.steps,
+            device_mesh=mesh,
+            bf16=self._config.model.dtype == "bfloat16",
+        )
+
+    @endpoint
+    def open_ring(self, plan: LoadPlan) -> list[SlotBuffers]:
+        """Register the staging slots that a generator's load plan asks for; handles of this rank's ring."""
+        from monarch_rl.weights.slots import Ring
+
+        self._ring = Ring(plan, rank=self._rank, world=self._world, slots=self._config.weights.slots, announce=BOARD.post)
+        return self._ring.register()
+
+    @endpoint
+    def publish(self, version: Version) -> None:
+        """Stage the weights as they are, as `version`."""
+        self._publish(version)
+
+    @endpoint
+    def step(self, step: int) -> tuple[dict[str, float], list[timeline.Span]]:
+        """Take this rank's shard of batch `step`, do one optimizer step, stage the result when it is due."""
+        started = time.perf_counter()
+        with timeline.span("wait"):
+            reply = self._buffer.take.call_one(step, self._rank)
+            shard = answer_blocking(reply, f"replay buffer (batch of step {step})", take_deadline(self._config))
+        ready = time.perf_counter()
+        with timeline.span("train"):
+            stats = self._learner.step(shard, self._config.generator.temperature)
+        trained = time.perf_counter()
+        if self._rank == 0:
+            self._buffer.trained.broadcast(step)
+        if step % self._config.weights.every == 0 or step == self._config.steps:
+            with timeline.span("stage"):
+                self._publish(Version(0, step))
+        now = time.perf_counter()
+        times = {
+            "time/step_s": now - started,
+            "time/wait_batch_s": ready - started,
+            "time/train_s": trained - ready,
+            "sync/stage_s": now - trained,
+            "sync/bytes": float(self._ring.nbytes),
+        }
+        return stats | times, timeline.drain()
+
+    @endpoint
+    def save(self, path: Path) -> None:
+        """Write the model as a Hugging Face directory (collective; rank 0 writes)."""
+        import torch
+
+        from monarch_rl.models import save_pretrained
+
+        dtype = torch.bfloat16 if self._config.model.dtype == "bfloat16" else torch.float32
+        save_pretrained(self._learner.model, path, self._config.model.path, dtype)
+
+    @endpoint
+    def fingerprints(self, plan: LoadPlan) -> dict[str, int]:
+        """What `Generator.fingerprints` must say when it holds these weights (collective)."""
+        from monarch_rl.models import full_tensors
+        from monarch_rl.weights.slots import fingerprints
+
+        full = full_tensors(self._learner.model)
+        return fingerprints(plan, [piece.cut(full[piece.name]) for piece in plan.pieces])
+
+    @endpoint
+    def shut(self) -> None:
+        import torch.distributed as dist
+
+        if hasattr(self, "_ring"):
+            self._ring.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _publish(self, version: Version) -> None:
+        from monarch_rl.models import local_shards
+
+        self._ring.publish(local_shards(self._learner.model), version)

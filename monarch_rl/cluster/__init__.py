@@ -1,0 +1,1 @@
+"""Where host meshes come from, and which process gets which device."""

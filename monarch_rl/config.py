@@ -1,0 +1,325 @@
+"""The schema of the configuration: every key with its type, default and line of help, and the rules that values obey.
+
+Where values come from (recipe, profile, command line) is `configure.py`. Imports neither torch nor vllm.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+LossName = Literal["reinforce", "grpo", "dapo"]
+AdvantageName = Literal["mean", "grpo", "rloo"]
+CorrectionName = Literal["none", "tis"]
+
+
+@dataclass
+class ModelConfig:
+    path: str = "tiny"
+    """Hugging Face directory or hub name of a causal LM; `tiny` is the built-in 0.6 M Qwen3"""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """of the generator, and of the trainer's forward and backward; the optimizer's weights are float32"""
+
+
+@dataclass
+class ScorerConfig:
+    workers: int = 1
+    """processes that run rewards"""
+    deadline_s: float = 10.0
+    """a reward that takes longer is ended and its episode is unscorable"""
+
+
+@dataclass
+class RolloutConfig:
+    workers: int = 1
+    """processes that turn prompts into groups"""
+    deadline_s: float = 600.0
+    """a group that takes longer returns its prompt for another attempt"""
+    max_attempts: int = 3
+    """attempts at one prompt before it is dropped"""
+
+
+@dataclass
+class GeneratorConfig:
+    replicas: int = 1
+    """vLLM engines, one process mesh each"""
+    group_size: int = 8
+    """episodes per prompt"""
+    temperature: float = 1.0
+    """sampling temperature, above 0"""
+    max_new_tokens: int = 96
+    """token budget of one episode"""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """passed on to vLLM's EngineArgs, e.g. generator.engine.max_num_seqs=64"""
+
+
+@dataclass
+class BufferConfig:
+    prompts_per_step: int = 32
+    """groups trained in one optimizer step"""
+    max_age: int = 2
+    """most optimizer steps between the weights that sampled a token and the step that trains it; 0 is synchronous"""
+    window: int = 1
+    """ordinals from the unfinished head that may be taken out of order; 1 is strictly in order"""
+    dead_groups: Literal["replace", "keep"] = "replace"
+    """groups whose rewards are all equal: replaced by others, or counted as part of the batch"""
+    max_dead_steps: int = 4
+    """the run ends with an error after this many steps' worth of groups in a row without a trainable one"""
+
+
+@dataclass
+class TrainerConfig:
+    ranks: int = 1
+    """FSDP2 processes"""
+    lr: float = 3e-4
+    """peak learning rate of AdamW"""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """of the learning rate after warm-up; linear and cosine reach 0 at the last step"""
+    warmup_steps: int = 5
+    """steps of linear warm-up"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """of AdamW"""
+    weight_decay: float = 0.0
+    """of AdamW"""
+    max_grad_norm: float = 1.0
+    """gradients are clipped to this global norm; 0 means no clipping"""
+    tokens_per_microbatch: int = 4096
+    """padded tokens of one forward pass"""
+    activation_checkpointing: bool = False
+    """recompute activations of each layer in the backward pass"""
+    loss: LossName = "dapo"
+    """policy term"""
+    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
+    """how per-token losses of the global batch become one number"""
+    advantage: AdvantageName = "mean"
+    """mean: reward minus group mean; grpo: also over the group's std; rloo: leave-one-out mean"""
+    correction: CorrectionName = "none"
+    """weight for the gap between sampler and trainer: none, or truncated importance sampling"""
+    clip_low: float = 0.2
+    """lower clip of the ratio, as 1 - clip_low"""
+    clip_high: float = 0.28
+    """upper clip of the ratio, as 1 + clip_high"""
+    logprob_chunk: int = 1024
+    """tokens whose [tokens, vocabulary] logits exist at a time"""
+
+
+@dataclass
+class WeightsConfig:
+    every: int = 1
+    """steps between publishes"""
+    slots: int = 3
+    """staging copies in a trainer rank's ring"""
+
+
+@dataclass
+class EvalConfig:
+    every: int = 10
+    """steps between evaluations; 0 means none between the first and the last"""
+    prompts: int = 1024
+    """held-out prompts, one episode each at the training temperature; 0 means no evaluation"""
+
+
+@dataclass
+class ConsoleConfig:
+    rollouts_every: int = 10
+    """steps between printed sample rollouts; 0 means none"""
+
+
+@dataclass
+class ClusterConfig:
+    cpu_threads: int = 1
+    """threads of each process that computes on the CPU; cores are shared by trainer ranks and generators"""
+
+
+@dataclass
+class Config:
+    recipe: str = ""
+    """name of a recipe, or path of a YAML file"""
+    profile: str = "auto"
+    """section of the recipe's `profiles` to apply; auto: cuda where there is a GPU, else cpu"""
+    seed: int = 0
+    """of prompts, sampling and initial weights"""
+    steps: int = 50
+    """optimizer steps"""
+    output_dir: str = "runs/${recipe}"
+    """where everything of this run goes"""
+    close_deadline_s: float = 10.0
+    """seconds that an orderly close may take before processes are ended"""
+    task: str = "arithmetic"
+    """name of a built-in task, or path/to/file.py:name"""
+    task_args: dict[str, Any] = field(default_factory=dict)
+    """arguments of the task"""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    scorer: ScorerConfig = field(default_factory=ScorerConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    buffer: BufferConfig = field(default_factory=BufferConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    console: ConsoleConfig = field(default_factory=ConsoleConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+
+
+class UserError(Exception):
+    """Something only the user can put right. The command line prints it as one line and exits with 2."""
+
+
+class ConfigError(UserError):
+    """A key or a value of the configuration is wrong; the message names the key and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the schema."""
+
+    name: str
+    """dotted, e.g. `trainer.lr`"""
+    hint: Any
+    """its type"""
+    default: Any
+    help: str
+    """the docstring under the field, on one line"""
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The allowed values of a Literal; empty for other types."""
+        return get_args(self.hint) if get_origin(self.hint) is Literal else ()
+
+    @property
+    def free(self) -> bool:
+        """A mapping whose keys are not ours to check."""
+        return get_origin(self.hint) is dict
+
+    @property
+    def kind(self) -> str:
+        """The type in a word or two, for the help table."""
+        if self.choices:
+            return "choice"
+        if self.free:
+            return "mapping"
+        if get_origin(self.hint) is tuple:
+            return f"{len(get_args(self.hint))} numbers"
+        return str(self.hint.__name__)
+
+    @property
+    def allowed(self) -> str:
+        """What a value must be, as the end of an error message."""
+        if self.choices:
+            return f"one of {', '.join(self.choices)}"
+        if self.free:
+            return f"a mapping, e.g. {self.name}.name=value"
+        words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+        return words.get(self.hint, f"a list of {self.kind}")
+
+
+@cache
+def schema() -> dict[str, Key]:
+    """All keys by dotted name, in the order of this file."""
+    return {key.name: key for key in _keys(Config, "", _field_help())}
+
+
+def _keys(cls: Any, prefix: str, texts: dict[tuple[str, str], str]) -> Iterator[Key]:
+    hints = get_type_hints(cls)
+    for part in fields(cls):
+        hint = hints[part.name]
+        if is_dataclass(hint):
+            yield from _keys(hint, f"{prefix}{part.name}.", texts)
+            continue
+        default = part.default if part.default_factory is MISSING else part.default_factory()
+        yield Key(prefix + part.name, hint, default, texts[cls.__name__, part.name])
+
+
+def _field_help() -> dict[tuple[str, str], str]:
+    """(class, field) → the string under the field; Python keeps none of these, so they are read from the source."""
+    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    texts = {}
+    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+        for statement, below in pairwise(cls.body):
+            match statement, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    texts[cls.name, name] = " ".join(text.split())
+    return texts
+
+
+LEAST = {
+    "seed": 0,
+    "buffer.max_age": 0,
+    "trainer.warmup_steps": 0,
+    "weights.slots": 2,
+    "eval.every": 0,
+    "eval.prompts": 0,
+    "console.rollouts_every": 0,
+}
+"""Smallest allowed value of the whole numbers that are not simply at least 1."""
+
+MAY_BE_ZERO = {"trainer.weight_decay", "trainer.max_grad_norm", "trainer.clip_low", "trainer.clip_high"}
+"""Numbers that are not simply above 0."""
+
+OWN_ENGINE_ARGUMENTS = {"model": "model.path", "dtype": "model.dtype", "seed": "seed", "tensor_parallel_size": ""}
+"""Arguments of vLLM that follow from another key (or, where that is empty, are not for the user)."""
+
+
+def validate(config: Config) -> None:
+    """Check every value and every rule between keys.
+
+    Raises:
+        ConfigError: naming the key or keys at fault.
+    """
+    for key in schema().values():
+        _check_value(key, attrgetter(key.name)(config))
+    for name in sorted(OWN_ENGINE_ARGUMENTS.keys() & config.generator.engine.keys()):
+        instead = OWN_ENGINE_ARGUMENTS[name]
+        raise ConfigError(f"generator.engine.{name}: not passed on to vLLM; " + (f"set {instead}" if instead else "leave it out"))
+    _check_ages(config)
+    trainer = config.trainer
+    if config.generator.group_size < 2:
+        raise ConfigError(f"generator.group_size: must be at least 2, for trainer.advantage={trainer.advantage} compares within a group")
+    if trainer.schedule != "constant" and trainer.warmup_steps >= config.steps:
+        raise ConfigError(
+            f"trainer.warmup_steps={trainer.warmup_steps} leaves no step of steps={config.steps} for trainer.schedule={trainer.schedule}"
+        )
+
+
+def _check_value(key: Key, value: Any) -> None:
+    if (key.choices and value not in key.choices) or (key.hint in (int, float) and not _is_number(value, key.hint)):
+        raise ConfigError(f"{key.name}: must be {key.allowed}, got {value!r}")
+    if key.hint is int and value < (least := LEAST.get(key.name, 1)):
+        raise ConfigError(f"{key.name}: must be at least {least}, got {value}")
+    if key.hint is float:
+        zero_too = key.name in MAY_BE_ZERO
+        if not (math.isfinite(value) and (value > 0 or (zero_too and value == 0))):
+            raise ConfigError(f"{key.name}: must be a finite number {'of at least' if zero_too else 'above'} 0, got {value}")
+    if key.name == "trainer.betas" and not all(0 <= beta < 1 for beta in value):
+        raise ConfigError(f"{key.name}: must each be at least 0 and below 1, got {list(value)}")
+    if key.name == "trainer.clip_low" and value > 1:
+        raise ConfigError(f"{key.name}: must be at most 1, got {value}")
+
+
+def _is_number(value: Any, hint: type) -> bool:
+    return isinstance(value, (int, hint)) and not isinstance(value, bool)
+
+
+def _check_ages(config: Config) -> None:
+    """The admission budget B = (max_age + 1)·P - (window - 1) must hold a step's prompts, and the steps between publishes."""
+    buffer, every = config.buffer, config.weights.every
+    per_step = buffer.prompts_per_step
+    budget = (buffer.max_age + 1) * per_step - (buffer.window - 1)
+    if budget < per_step:
+        largest = buffer.max_age * per_step + 1
+        raise ConfigError(
+            f"buffer.window={buffer.window} is too wide for buffer.max_age={buffer.max_age}: "
+            f"with {per_step} prompts per step it can be at most {largest}"
+        )
+    if every > budget // per_step:
+        raise ConfigError(
+            f"weights.every={every} would stall generation at buffer.max_age={buffer.max_age}: "
+            f"with buffer.window={buffer.window} it can be at most {budget // per_step}"
+        )

@@ -1,0 +1,458 @@
+"""vLLM inside this process, on a thread of its own: generations in, tokens with logprobs and versions out, weights swapped between steps.
+
+The engine thread owns everything of vLLM. It decodes while there are requests, runs what it is asked between two steps, and sleeps
+otherwise. What it was asked and what it answers passes through a queue and the event loop that started it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import difflib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from monarch_rl.types import Generation, Sampling, Version
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from monarch_rl.weights.plan import LoadPlan, Shape
+
+T = TypeVar("T")
+
+CPU_CONTEXT = 4096
+"""Tokens; the longest sequence on CPU unless the model's own limit is lower or `generator.engine.max_model_len` says otherwise."""
+CPU_KV_BYTES = 256 << 20
+"""The KV cache on CPU, unless one sequence of full length needs more."""
+CPU_BLOCK = 32
+"""Tokens per KV block on CPU: prefixes shorter than a block are never shared."""
+COLDEST = 0.01
+"""vLLM raises lower temperatures to this one without saying so."""
+
+
+class EngineError(RuntimeError):
+    """The engine cannot do what was asked; after a failure it can do nothing any more."""
+
+
+class PromptTooLong(ValueError):
+    """The prompt leaves no room for a single token; the engine is unharmed."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Totals since the start of the engine; cheap to take at any time."""
+
+    tokens: int
+    """Sampled, those of unfinished requests included."""
+    steps: int
+    running: int
+    """Requests inside the engine now."""
+    busy_s: float
+    """Spent in decode steps."""
+    idle_s: float
+    """Spent asleep, without a request."""
+    swaps: int
+    pause_s: float
+    """Spent writing weights, when nothing is decoded."""
+
+
+def engine_environment(cpu: bool) -> dict[str, str]:
+    """Variables that the engine's process needs before it imports torch."""
+    common = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    # With more threads than idle cores torch spins: one thread is 10 to 40 times faster. Compiling helps nothing in eager mode.
+    return common | ({"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if cpu else {})
+
+
+class Engine:
+    """One vLLM engine. All methods are to be called from the event loop that called `start`.
+
+    Args:
+        model_path: a Hugging Face directory or hub name; only its configuration is read, weights arrive by `swap`.
+        overrides: `generator.engine.*`, passed on to vLLM's EngineArgs.
+    """
+
+    def __init__(self, model_path: str, dtype: str, *, seed: int, overrides: dict[str, Any]) -> None:
+        self._model_path, self._dtype, self._seed, self._overrides = model_path, dtype, seed, overrides
+        self._failure: EngineError | None = EngineError("the engine was not started")
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._ids = count()
+        # From here on: written by the engine thread only.
+        self._llm: Any = None
+        self._version: Version | None = None
+        self._requests: dict[str, tuple[asyncio.Future[Any], str]] = {}
+        self._results: list[tuple[asyncio.Future[Any], Any]] = []
+        self._doing = "starting"
+        self._tokens = self._steps = self._swaps = 0
+        self._busy_s = self._idle_s = self._pause_s = 0.0
+
+    @property
+    def version(self) -> Version | None:
+        """Of the live weights; None until the first swap."""
+        return self._version
+
+    async def start(self) -> LoadPlan:
+        """Build the engine with arbitrary weights and say which copies make up a load of real ones.
+
+        Raises:
+            EngineError: vLLM refuses the model or an override, or its loader does more than copy.
+        """
+        self._loop = asyncio.get_running_loop()
+        self._failure = None
+        self._thread.start()
+        return await self._ask(self._build)
+
+    async def generate(self, ids: Sequence[int], sampling: Sampling, seed: int, *, request_id: str | None = None) -> Generation:
+        """Sample one completion. It ends with a token of `sampling.stop_ids`, or as long as asked or as the context allows.
+
+        Raises:
+            PromptTooLong: the prompt fills the context. ValueError: it is empty or holds ids that the model does not know.
+            EngineError: the engine failed, or holds no weights yet.
+        """
+        self._check()
+        if self._version is None:
+            raise EngineError("the engine holds no weights yet: nothing can be generated before the first swap")
+        room = self._room(ids, sampling)
+        name = request_id or str(next(self._ids))
+        future = self._promise()
+        self._jobs.put(partial(self._admit, name, list(ids), sampling, seed, room, future))
+        try:
+            return _generation(await future)
+        except asyncio.CancelledError:
+            self._jobs.put(partial(self._abort, name))
+            raise
+
+    async def abort(self, request_id: str) -> None:
+        """End a request; its `generate` returns what it has, with finish reason `abort`. An unknown or finished one is let be."""
+        await self._ask(partial(self._abort, request_id))
+
+    async def swap(self, write: Callable[[list[Tensor]], None], version: Version) -> float:
+        """Make `version` live between two decode steps. Requests go on, with the keys and values that they have.
+
+        Args:
+            write: is given the destinations of the plan's pieces, on the engine thread.
+
+        Returns:
+            Seconds in which nothing was decoded.
+
+        Raises:
+            EngineError: `write` raised. The weights may be a mix, so the engine serves nothing any more.
+        """
+        return await self._ask(partial(self._swap, write, version))
+
+    async def fingerprints(self) -> dict[str, int]:
+        """Checkpoint tensor → checksum of what the engine holds of it (`weights.slots.checksum`, pieces in the plan's order)."""
+        return await self._ask(self._fingerprints)
+
+    def stats(self) -> EngineStats:
+        return EngineStats(self._tokens, self._steps, len(self._requests), self._busy_s, self._idle_s, self._swaps, self._pause_s)
+
+    async def close(self) -> None:
+        """Fail what is still waited for and end the engine thread. May be called twice."""
+        if not self._thread.is_alive():
+            return
+        self._fail(EngineError("the engine is closed"))
+        self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    # ---- on the event loop
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise EngineError(str(self._failure)) from self._failure.__cause__
+
+    def _room(self, ids: Sequence[int], sampling: Sampling) -> int:
+        """How many tokens may be sampled."""
+        if not ids or min(ids) < 0 or max(ids) >= self._vocabulary:
+            raise ValueError(f"a prompt must be one or more ids from 0 to {self._vocabulary - 1}: {list(ids)[:8]}…")
+        if 0 < sampling.temperature < COLDEST:
+            raise ValueError(f"temperature {sampling.temperature:g} is below {COLDEST:g}, the lowest that vLLM samples at")
+        if len(ids) >= self._context:
+            raise PromptTooLong(f"a prompt of {len(ids)} tokens leaves no room in a context of {self._context} tokens")
+        return min(sampling.max_new_tokens, self._context - len(ids))
+
+    def _promise(self) -> asyncio.Future[Any]:
+        self._check()
+        future = self._loop.create_future()
+        self._waiting.add(future)
+        future.add_done_callback(self._waiting.discard)
+        return future
+
+    async def _ask(self, function: Callable[[], T]) -> T:
+        """Run `function` on the engine thread between two steps. If it raises, the engine has failed."""
+        future = self._promise()
+        self._jobs.put(lambda: self._results.append((future, function())))
+        answer: T = await future
+        return answer
+
+    def _settle(self, results: list[tuple[asyncio.Future[Any], Any]]) -> None:
+        for future, result in results:
+            if future.done():
+                continue
+            if isinstance(result, Exception):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+
+    def _fail(self, failure: EngineError) -> None:
+        self._failure = self._failure or failure
+        for future in [future for future in self._waiting if not future.done()]:
+            error = EngineError(str(failure))
+            error.__cause__ = failure.__cause__
+            future.set_exception(error)
+
+    # ---- on the engine thread
+
+    def _run(self) -> None:
+        try:
+            while self._drain():
+                if self._requests:
+                    self._step()
+                if self._results:
+                    self._tell(self._settle, self._results)
+                    self._results = []
+        except Exception as error:
+            failure = error if isinstance(error, EngineError) else EngineError(f"the engine failed while {self._doing}: {error}")
+            failure.__cause__ = failure.__cause__ or error
+            self._tell(self._fail, failure)
+        finally:
+            if self._llm is not None:
+                self._llm.engine_core.shutdown()
+
+    def _tell(self, callback: Callable[[Any], None], value: Any) -> None:
+        # A closed loop refuses: then nobody is waiting for an answer.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, value)
+
+    def _drain(self) -> bool:
+        """Run all that was asked for since the last step; sleep until something is, when there is nothing to decode."""
+        jobs = [] if self._requests else [self._sleep()]
+        with contextlib.suppress(Empty):
+            while True:
+                jobs.append(self._jobs.get_nowait())
+        for job in jobs:
+            if job is None:
+                return False
+            job()
+        return True
+
+    def _sleep(self) -> Callable[[], None] | None:
+        start = time.perf_counter()
+        job = self._jobs.get()
+        self._idle_s += time.perf_counter() - start
+        return job
+
+    def _step(self) -> None:
+        self._doing = "decoding"
+        start = time.perf_counter()
+        for output in self._llm.step():
+            future, _ = self._requests.pop(output.request_id)
+            self._results.append((future, output))
+        self._steps += 1
+        self._busy_s += time.perf_counter() - start
+
+    def _admit(self, name: str, ids: list[int], sampling: Sampling, seed: int, room: int, future: asyncio.Future[Any]) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        if name in self._requests:
+            self._results.append((future, EngineError(f"request {name} is already running")))
+            return
+        self._doing = "admitting a request"
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=room,
+            seed=seed,
+            stop_token_ids=list(sampling.stop_ids),
+            ignore_eos=True,
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,
+        )
+        # The salt keeps a prefix that other weights computed from being found in the cache.
+        prompt = tokens_input(ids, cache_salt=str(self._version))
+        self._requests[name] = (future, self._llm.add_request(name, prompt, params))
+
+    def _abort(self, name: str) -> None:
+        from vllm.v1.engine import FinishReason
+
+        if name not in self._requests:
+            return
+        self._doing = "aborting a request"
+        future, internal = self._requests.pop(name)
+        # vLLM returns nothing for an aborted request, so what it sampled is taken first.
+        state = self._llm.output_processor.request_states[internal]
+        output = state.make_request_output([], None, FinishReason.ABORT, None)
+        self._llm.abort_request([internal], internal=True)
+        self._results.append((future, output))
+
+    def _swap(self, write: Callable[[list[Tensor]], None], version: Version) -> float:
+        import torch
+
+        self._doing = f"writing weights of version {version}"
+        start = time.perf_counter()
+        with torch.no_grad():
+            write(self._views)
+        if self._views[0].is_cuda:
+            torch.cuda.synchronize()  # the staging memory is free to be filled again when this returns
+        self._llm.set_weight_version(str(version.pack()))
+        self._version = version
+        pause_s = time.perf_counter() - start
+        self._swaps += 1
+        self._pause_s += pause_s
+        return pause_s
+
+    def _fingerprints(self) -> dict[str, int]:
+        import torch
+
+        from monarch_rl.weights.slots import checksum
+
+        parts: dict[str, list[Tensor]] = {}
+        for piece, view in zip(self._plan.pieces, self._views, strict=True):
+            parts.setdefault(piece.name, []).append(view.cpu().contiguous().view(torch.uint8).view(-1))
+        return {name: checksum(torch.cat(pieces)) for name, pieces in parts.items()}
+
+    def _build(self) -> LoadPlan:
+        from monarch_rl.weights.plan import record
+
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
+            raise EngineError("the variables of engine_environment() must be set before the engine's process imports torch")
+        self._llm = _build_llm(self._model_path, self._dtype, self._seed, self._overrides)
+        self._context = int(self._llm.model_config.max_model_len)
+        self._vocabulary = int(self._llm.model_config.get_vocab_size())
+        self._count_tokens()
+        model = self._llm.model_executor.driver_worker.worker.model_runner.model
+        self._plan, self._views = record(model, _tensor_shapes(self._model_path))
+        return self._plan
+
+    def _count_tokens(self) -> None:
+        """Finished requests alone come out of vLLM's step; so count at the source, where every token passes."""
+        core = self._llm.engine_core
+        get_output = core.get_output
+
+        def counted() -> Any:
+            outputs = get_output()
+            self._tokens += sum(len(output.new_token_ids) for output in outputs.outputs)
+            return outputs
+
+        core.get_output = counted
+
+
+def _generation(output: Any) -> Generation:
+    completion = output.outputs[0]
+    versions_T = np.empty(len(completion.token_ids), np.int64)
+    for span in completion.weight_versions:
+        versions_T[span.start : span.end] = int(span.version)
+    return Generation(
+        ids_T=np.array(completion.token_ids, np.int32),
+        logprobs_T=np.array(completion.logprobs.logprobs, np.float32),
+        versions_T=versions_T,
+        finish_reason=completion.finish_reason,
+    )
+
+
+def _build_llm(model_path: str, dtype: str, seed: int, overrides: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    cpu = bool(current_platform.is_cpu())
+    if cpu:
+        _keep_weights_live()
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    arguments = _arguments(overrides, known, model=model_path, dtype=dtype, seed=seed)
+    if cpu:
+        arguments = _cpu_arguments(arguments)
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def _keep_weights_live() -> None:
+    """On CPU vLLM packs the weights of linear layers and drops the parameters; a write to those would change nothing."""
+    import torch
+    import vllm.model_executor.layers.utils as layers
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    layers.dispatch_cpu_unquantized_gemm = plain
+
+
+def _arguments(overrides: dict[str, Any], known: set[str], **own: Any) -> dict[str, Any]:
+    """EngineArgs with the user's overrides, which may not undo what the versions and logprobs of tokens rest on."""
+    fixed = own | {
+        "load_format": "dummy",
+        "logprobs_mode": "processed_logprobs",
+        "async_scheduling": False,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+    }
+    for key, value in overrides.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            raise EngineError(f"generator.engine.{key}: vLLM has no such setting" + (f"; did you mean {near[0]}?" if near else ""))
+        if key in fixed and value != fixed[key]:
+            raise EngineError(f"generator.engine.{key}: must be {fixed[key]!r} here, not {value!r}")
+    return {"disable_log_stats": True, **overrides, **fixed}
+
+
+def _cpu_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults for CPU, where a prompt with a seed must be prefilled in one piece."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(arguments["model"]).get_text_config()
+    context = int(arguments.get("max_model_len", min(config.max_position_embeddings, CPU_CONTEXT)))
+    defaults = {
+        "enforce_eager": True,
+        "block_size": CPU_BLOCK,
+        "max_num_seqs": 256,
+        "max_model_len": context,
+        "max_num_batched_tokens": max(context, 4096),
+        "kv_cache_memory_bytes": max(CPU_KV_BYTES, _kv_bytes(config, context, arguments["dtype"])),
+        "enable_chunked_prefill": False,
+    }
+    merged = defaults | arguments
+    if merged["enable_chunked_prefill"]:
+        raise EngineError("generator.engine.enable_chunked_prefill: must be False on CPU, where a split prompt cannot have a seed")
+    if merged["max_num_batched_tokens"] < context:
+        raise EngineError(f"generator.engine.max_num_batched_tokens: must be at least max_model_len={context} on CPU")
+    return merged
+
+
+def _kv_bytes(config: Any, context: int, dtype: str) -> int:
+    """Keys and values of one sequence of full length, and of two blocks that vLLM keeps for itself."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tokens = (-(-context // CPU_BLOCK) + 2) * CPU_BLOCK
+    return int(2 * config.num_hidden_layers * heads * size * tokens * (4 if dtype == "float32" else 2))
+
+
+def _tensor_shapes(model_path: str) -> dict[str, Shape]:
+    """Name → shape of what a trainer holds of this model; tied tensors once."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

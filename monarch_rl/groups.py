@@ -1,0 +1,135 @@
+"""What becomes of finished groups: is there something to learn, who trains which episode, and the figures of a step. numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from monarch_rl.ledger import AgeError
+from monarch_rl.packing import pack, token_ages, trained_mask
+from monarch_rl.types import Group, Shard
+
+Verdict = Literal["trainable", "dead", "unscorable"]
+
+
+def judge(group: Group) -> Verdict:
+    """`unscorable`: no episode has a reward. `dead`: fewer than two distinct rewards, so that no episode is better than another."""
+    rewards = _scores(group)
+    if not rewards.size:
+        return "unscorable"
+    return "trainable" if rewards.min() < rewards.max() else "dead"
+
+
+def describe(group: Group, width: int = 60) -> str:
+    """A group in one line, for errors: rewards, the first reward error, the first completion."""
+    rewards = " ".join("-" if np.isnan(r) else f"{r:g}" for r in group.rewards_G)
+    errors = [e.error for e in group.episodes if e.error]
+    texts = [e.text for e in group.episodes]
+    parts = [f"prompt {group.ordinal}: rewards [{rewards}]"]
+    parts += [f"error {' '.join(errors[0].split())[: 2 * width]}"] if errors else []
+    parts += [f"completion {texts[0][:width]!r}"] if texts else []
+    return ", ".join(parts)
+
+
+def check_ages(groups: Iterable[Group], step: int, max_age: int, lineage: int = 0) -> None:
+    """Look at every sampled token of the groups of optimizer step `step`.
+
+    Raises:
+        AgeError: one is older than `max_age`, or newer than the trainer; the message names the prompt.
+    """
+    for group in groups:
+        for episode in group.episodes:
+            try:
+                ages_N = token_ages(episode.versions_T[episode.loss_mask_T], step, lineage)
+            except ValueError as error:
+                raise AgeError(f"prompt {group.ordinal}: {error}") from error
+            if ages_N.size and ages_N.max() > max_age:
+                raise AgeError(f"prompt {group.ordinal} has a token of age {ages_N.max()} at step {step}, above buffer.max_age={max_age}")
+
+
+def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int) -> list[Shard]:
+    """Deal the episodes of a batch to the ranks; those without a trained token (unscorable, empty) are in no shard.
+
+    Args:
+        groups: of the whole batch, in the order of `Shard.rewards_PG`.
+        step: the optimizer step that trains them.
+        ranks: trainer ranks, one shard each.
+        budget: most padded tokens of a micro-batch.
+    """
+    width = max(len(group.episodes) for group in groups)
+    rewards_PG = np.stack([np.pad(g.rewards_G, (0, width - len(g.episodes)), constant_values=np.nan) for g in groups])
+    rewards_PG[~np.isfinite(rewards_PG)] = np.nan
+    trained = [(p, g, e) for p, group in enumerate(groups) for g, e in enumerate(group.episodes) if trained_mask(e).any()]
+    total_tokens = sum(int(trained_mask(e).sum()) for _, _, e in trained)
+    shards = []
+    for runs in pack([len(e.ids_T) for _, _, e in trained], ranks, budget):
+        mine = [trained[i] for run in runs for i in run]
+        starts = np.cumsum([0, *(len(run) for run in runs)]).tolist()
+        shards.append(
+            Shard(
+                step=step,
+                episodes=[e for _, _, e in mine],
+                places=[(p, g) for p, g, _ in mine],
+                microbatches=[list(range(start, start + len(run))) for start, run in zip(starts, runs, strict=False)],
+                rewards_PG=rewards_PG,
+                total_tokens=total_tokens,
+                total_episodes=int(np.isfinite(rewards_PG).sum()),
+                ordinals=[group.ordinal for group in groups],
+            )
+        )
+    return shards
+
+
+def figures(step: int, trained: Sequence[Group], barren: Sequence[Group], lineage: int = 0) -> dict[str, float]:
+    """The figures of one step. `trained`: the P groups of its batch; `barren`: those dropped as dead or unscorable since the batch before.
+
+    All figures but the last four are over `trained` and `barren` together, that is over what the policy produced, so that
+    replacing dead groups does not bend the curve:
+
+    - `reward/mean`, `reward/std`: mean and population standard deviation of the rewards of all scorable episodes.
+    - `reward/frac_dead_groups`: groups with fewer than two distinct rewards, per group (unscorable groups among them).
+    - `reward/frac_unscorable`: episodes without a finite reward, per episode.
+    - `episode/tokens_mean`, `episode/tokens_max`: sampled tokens of an episode.
+    - `episode/frac_truncated`: episodes that their token budget ended, per episode.
+
+    Over the trained tokens (`packing.trained_mask`) of `trained` alone:
+
+    - `episode/trained_tokens_mean`: trained tokens, per episode that has any. Below `episode/tokens_mean`: training favours short episodes.
+    - `episode/frac_mixed_versions`: episodes whose tokens come from two or more versions, per episode with a trained token.
+    - `age/mean`, `age/max`: of a token, as in `packing.token_ages`.
+    """
+    groups = [*trained, *barren]
+    episodes = [e for group in groups for e in group.episodes]
+    rewards = np.concatenate([_scores(group) for group in groups])
+    lengths = np.array([e.sampled_tokens for e in episodes])
+    versions = [e.versions_T[mask] for group in trained for e in group.episodes if (mask := trained_mask(e)).any()]
+    ages_N = token_ages(np.concatenate(versions), step, lineage) if versions else np.zeros(1)
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/frac_dead_groups": _share(judge(group) != "trainable" for group in groups),
+        "reward/frac_unscorable": 1.0 - rewards.size / len(episodes),
+        "episode/tokens_mean": float(lengths.mean()),
+        "episode/tokens_max": float(lengths.max()),
+        "episode/frac_truncated": _share(e.truncated for e in episodes),
+        "episode/trained_tokens_mean": _mean(len(v) for v in versions),
+        "episode/frac_mixed_versions": _share(bool((v != v[0]).any()) for v in versions),
+        "age/mean": float(ages_N.mean()),
+        "age/max": float(ages_N.max()),
+    }
+
+
+def _scores(group: Group) -> NDArray[np.float64]:
+    return np.array([e.reward for e in group.episodes if e.reward is not None and np.isfinite(e.reward)], dtype=np.float64)
+
+
+def _mean(values: Iterable[float]) -> float:
+    listed = list(values)
+    return sum(listed) / len(listed) if listed else 0.0
+
+
+def _share(flags: Iterable[bool]) -> float:
+    return _mean(float(flag) for flag in flags)

@@ -1,0 +1,159 @@
+"""Hugging Face causal LM ↔ FSDP2: load, shard, read the local shards, save."""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
+
+from monarch_rl.algorithms.logprobs import token_logprobs
+from monarch_rl.config import UserError
+
+disable_progress_bar()  # several ranks would draw over each other and over the console
+
+
+class PolicyModel(nn.Module):
+    """A causal LM whose forward gives log-probabilities of chosen tokens.
+
+    Body and head run inside one forward, so that FSDP2's root keeps embedding and head (tied or not) gathered for both,
+    also while chunks of the head are computed again in the backward pass.
+    """
+
+    def __init__(self, causal_lm: PreTrainedModel, logprob_chunk: int) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm.eval()  # no dropout: the ratio to the sampler must be 1 where weights are equal
+        self.logprob_chunk = logprob_chunk
+
+    def forward(self, inputs_BT: Tensor, positions_N: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability of each target and entropy, [N] float32, see `Batch` for the arguments and `token_logprobs`.
+
+        Rows are padded on the right, where a causal model does not look: no attention mask, which also lets attention take
+        its fast path.
+        """
+        hidden_BTD = self.causal_lm.base_model(input_ids=inputs_BT, use_cache=False).last_hidden_state
+        hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, positions_N)
+        return token_logprobs(hidden_ND, targets_N, self.causal_lm.get_output_embeddings(), temperature, self.logprob_chunk)
+
+
+def resolve_path(path: str) -> str:
+    """The directory behind `model.path`, or the name of a model on the Hub.
+
+    Raises:
+        UserError: a directory without config.json, or something that is neither a directory nor can name a Hub model.
+    """
+    if path == "tiny":
+        return str(files("monarch_rl") / "assets" / "tiny_qwen3")
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        if not (directory / "config.json").is_file():
+            raise UserError(f"model.path={path}: the directory has no config.json, so it is no Hugging Face model")
+        return str(directory)
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise UserError(f"model.path={path}: no such directory")
+    return path
+
+
+def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model in host memory.
+
+    Raises:
+        UserError: nothing there, weights missing, not a causal LM, or one whose logits are more than head(hidden states).
+    """
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(resolve_path(path), dtype=dtype, output_loading_info=True)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path={path}: cannot be loaded as a causal language model: {str(error).splitlines()[0]}") from error
+    causal_lm: PreTrainedModel
+    info: dict[str, Any]
+    causal_lm, info = loaded
+    if info["missing_keys"]:
+        raise UserError(f"model.path={path}: the checkpoint lacks {len(info['missing_keys'])} weights, e.g. {min(info['missing_keys'])}")
+    if not _has_plain_head(causal_lm):
+        name = type(causal_lm).__name__
+        raise UserError(f"model.path={path}: {name} changes its logits after the head (a scale or a soft cap), which the trainer cannot do")
+    return causal_lm
+
+
+@torch.no_grad()
+def _has_plain_head(causal_lm: PreTrainedModel) -> bool:
+    """Whether logits are head(last hidden state), which `PolicyModel` takes for granted."""
+    ids_BT = torch.arange(8)[None]
+    head = causal_lm.eval().get_output_embeddings()
+    hidden_BTD = causal_lm.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
+    return head is not None and torch.equal(head(hidden_BTD), causal_lm(input_ids=ids_BT, use_cache=False).logits)
+
+
+def shard(model: PolicyModel, device_mesh: DeviceMesh, *, bf16: bool, activation_checkpointing: bool) -> PolicyModel:
+    """Moves the model to the mesh's device and shards it in place: each decoder layer, then the rest.
+
+    Args:
+        device_mesh: one-dimensional; on CUDA the process has chosen its device before.
+        bf16: forward and backward in bfloat16; weights, gradient reduction and optimizer stay float32.
+        activation_checkpointing: keep only the inputs of each layer for the backward pass.
+    """
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else MixedPrecisionPolicy()
+    for layer in decoder_layers(model.causal_lm):
+        if activation_checkpointing:
+            # Inside of FSDP's hooks, which stay on the module, so that weights are gathered once for recomputation and backward.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        fully_shard(layer, mesh=device_mesh, mp_policy=policy)
+    fully_shard(model, mesh=device_mesh, mp_policy=policy)
+    return model
+
+
+def decoder_layers(causal_lm: nn.Module) -> nn.ModuleList:
+    """The list of layers: of all module lists the one with most parameters, the outermost where several have as many.
+
+    Raises:
+        UserError: the model has no list of layers.
+    """
+    lists = [module for module in causal_lm.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    if not lists:
+        raise UserError(f"{type(causal_lm).__name__} has no list of decoder layers to shard")
+    return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
+
+
+def local_shards(model: PolicyModel) -> dict[str, Tensor]:
+    """This rank's rows of each weight (may be none), float32, sharing memory with the live parameters.
+
+    Keys are the Hugging Face names of `named_parameters()`: a tied head is not listed beside its embedding.
+    """
+    return {name: p.to_local() if isinstance(p, DTensor) else p.data for name, p in model.causal_lm.named_parameters()}
+
+
+def save_pretrained(model: PolicyModel, path: str | Path, tokenizer_from: str, dtype: torch.dtype) -> None:
+    """Writes a Hugging Face directory (safetensors, configs, tokenizer) in `dtype` from rank 0; all ranks must call it.
+
+    Raises:
+        UserError: `tokenizer_from` has no tokenizer.
+    """
+    first_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    weights = {}
+    for name, parameter in model.causal_lm.named_parameters():
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
+        if first_rank:
+            weights[name] = full.to("cpu", dtype)
+    if first_rank:
+        _write(model.causal_lm, weights, Path(path), tokenizer_from, dtype)
+
+
+def _write(causal_lm: PreTrainedModel, weights: dict[str, Tensor], path: Path, tokenizer_from: str, dtype: torch.dtype) -> None:
+    with torch.device("meta"):
+        copy = AutoModelForCausalLM.from_config(causal_lm.config, dtype=dtype)
+    unmatched = copy.load_state_dict(weights | dict(causal_lm.named_buffers()), strict=False, assign=True)
+    copy.tie_weights()
+    if lacking := [name for name, parameter in copy.named_parameters() if parameter.is_meta]:
+        raise RuntimeError(f"cannot save {path}: no values for {lacking} (left over: {unmatched.unexpected_keys})")
+    copy.generation_config = causal_lm.generation_config
+    copy.save_pretrained(path)
+    AutoTokenizer.from_pretrained(resolve_path(tokenizer_from)).save_pretrained(path)

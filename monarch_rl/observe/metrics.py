@@ -1,0 +1,89 @@
+"""`metrics.jsonl`: one object per optimizer step, and how each figure comes from what the actors report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(slots=True)
+class GeneratorReport:
+    """What one generator has done since it started; counters only grow, the others are the latest value."""
+
+    replica: int
+    step: int = -1
+    """of the weights it holds; -1 before the first"""
+    tokens: int = 0
+    """sampled"""
+    idle_s: float = 0.0
+    """time without a request"""
+    pulled: int = 0
+    """versions swapped in"""
+    rejected: int = 0
+    """pulls that were not one whole version"""
+    tokens_during_pulls: int = 0
+    """sampled between the start of a pull and its swap"""
+    pull_s: float = 0.0
+    """of the last pull"""
+    pause_s: float = 0.0
+    """of the last swap: the time in which no decode step could run"""
+    bytes_per_pull: int = 0
+
+
+class GeneratorFigures:
+    """Turns successive reports of all generators into the figures of one step."""
+
+    def __init__(self) -> None:
+        self._tokens = self._idle_s = 0.0
+        self._at = time.monotonic()
+
+    def row(self, step: int, reports: Iterable[GeneratorReport]) -> dict[str, float]:
+        """Figures since the last call; `step` is the trainer's."""
+        reports, now = list(reports), time.monotonic()
+        tokens, idle_s = float(sum(r.tokens for r in reports)), sum(r.idle_s for r in reports)
+        elapsed, generated, idle = now - self._at, tokens - self._tokens, idle_s - self._idle_s
+        self._tokens, self._idle_s, self._at = tokens, idle_s, now
+        if not reports:
+            return {}
+        lags = [step - r.step for r in reports]
+        return {
+            "lag/mean": sum(lags) / len(lags),
+            "lag/max": float(max(lags)),
+            "sync/pull_s": max(r.pull_s for r in reports),
+            "sync/pause_s": max(r.pause_s for r in reports),
+            "sync/rejected": float(sum(r.rejected for r in reports)),
+            "sync/tokens_during_pulls": float(sum(r.tokens_during_pulls for r in reports)),
+            "tokens/generated": generated,
+            "throughput/generated_tok_s": generated / elapsed,
+            "idle/generator": min(1.0, max(0.0, idle / (elapsed * len(reports)))),
+        }
+
+
+def trainer_figures(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """One dict from the dicts of all ranks: figures of the loss are equal on all; times are those of the slowest rank."""
+    ranks = list(ranks)
+    merged = dict(ranks[0])
+    for key in merged:
+        if key.startswith(("time/", "sync/")):
+            merged[key] = max(rank[key] for rank in ranks)
+    merged["sync/bytes"] = sum(rank["sync/bytes"] for rank in ranks)
+    merged["throughput/trained_tok_s"] = merged["tokens/trained"] / max(merged["time/step_s"], 1e-9)
+    merged["idle/trainer"] = merged["time/wait_batch_s"] / max(merged["time/step_s"], 1e-9)
+    return merged
+
+
+class MetricsFile:
+    """Appends rows to `metrics.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+
+    def write(self, row: Mapping[str, object]) -> None:
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

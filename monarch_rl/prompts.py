@@ -1,0 +1,62 @@
+"""The stream of training prompts: torchdata nodes over a sampler of ordinals. Imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+from torch.utils.data import Sampler
+from torchdata import nodes
+
+from monarch_rl.supervise import cause
+from monarch_rl.tasks import Task
+from monarch_rl.types import Prompt
+
+
+class PromptError(Exception):
+    """The task could not make a prompt; the message names task, ordinal and cause."""
+
+
+class Ordinals(Sampler[int]):
+    """start, start + 1, …: prompts are pure functions of their ordinal, so a stream resumes anywhere, without a state of its own."""
+
+    def __init__(self, start: int = 0) -> None:
+        self.start = start
+
+    def __iter__(self) -> Iterator[int]:
+        return count(self.start)
+
+
+class PromptStream:
+    """Prompts in ordinal order, made ahead by a thread of their own; `next` blocks while the task is slower than its readers.
+
+    Args:
+        task: makes the prompts.
+        ahead: prompts kept ready.
+        start: the first ordinal.
+    """
+
+    def __init__(self, task: Task, ahead: int, start: int = 0) -> None:
+        self._task = task
+        made = nodes.Mapper(nodes.SamplerWrapper(Ordinals(start)), self._make)
+        self._made: Iterator[Prompt | PromptError] = nodes.Prefetcher(made, prefetch_factor=ahead, snapshot_frequency=0)
+
+    def __iter__(self) -> PromptStream:
+        return self
+
+    def __next__(self) -> Prompt:
+        """Raises PromptError."""
+        made = next(self._made)
+        if isinstance(made, PromptError):
+            raise made
+        return made
+
+    def _make(self, ordinal: int) -> Prompt | PromptError:
+        """An error is handed on as a value: torchdata would wrap a raised one in a page of traceback."""
+        try:
+            prompt = self._task.prompt(ordinal, "train")
+        except Exception as error:
+            return PromptError(f"task {self._task.name}: prompt {ordinal} cannot be made: {type(error).__name__}: {cause(error)}")
+        if prompt.ordinal != ordinal:
+            return PromptError(f"task {self._task.name}: asked for prompt {ordinal}, got one that says it is {prompt.ordinal}")
+        return prompt

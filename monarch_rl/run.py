@@ -1,0 +1,96 @@
+"""The command line: `python -m monarch_rl.run recipe=NAME [key=value …]`, also installed as `monarch-rl`.
+
+Settles the configuration, then hands over to `session`; nothing heavy is imported before that.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from monarch_rl.config import UserError
+from monarch_rl.configure import Resolved, help_table, load, provenance_table, recipe_names
+
+USAGE = """\
+usage:   python -m monarch_rl.run recipe=NAME [key=value ...] [option ...]
+example: python -m monarch_rl.run recipe=grpo_qwen steps=20 trainer.lr=1e-4
+options: --print, --dry-run, --help"""
+
+HELP = """
+  recipe=NAME   ./recipes/NAME.yaml, else the recipe of that name that comes with
+                the package; or the path of a YAML file, such as the config.yaml
+                of an earlier run. From here: {recipes}
+  --print       show every value and where it came from, then exit
+  --dry-run     check paths, tokenizer, reward and placement, then exit
+  --help        this text
+
+Where a key is set more than once, the last of these counts: default, recipe,
+its profile, command line."""
+
+FLAGS = {"-h", "--help", "--print", "--dry-run"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, else the session's."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    if not arguments:
+        print(USAGE, file=sys.stderr)
+        return 2
+    flags = FLAGS.intersection(arguments)
+    if flags & {"-h", "--help"}:
+        width = shutil.get_terminal_size(fallback=(120, 24)).columns
+        _show(USAGE, HELP.format(recipes=", ".join(recipe_names())), help_table(width))
+        return 0
+    try:
+        return _start(load([argument for argument in arguments if argument not in FLAGS]), flags)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _start(resolved: Resolved, flags: set[str]) -> int:
+    _show(f"profile {resolved.profile} ({resolved.profile_reason})")
+    if "--print" in flags:
+        _show(provenance_table(resolved))
+    if "--dry-run" in flags:
+        check_actors()
+        from monarch_rl.session import dry_run
+
+        _show(*dry_run(resolved.config))
+    if flags:
+        return 0
+    check_actors()
+    from monarch_rl.session import run
+
+    return run(resolved.config)
+
+
+def _show(*texts: str) -> None:
+    try:
+        print(*texts, sep="\n", flush=True)
+    except BrokenPipeError:  # `--help | head`: the reader has seen enough; what Python flushes at exit must go somewhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def check_actors() -> None:
+    """Refuse to start when a file of the user's hides our `actors` package; looks without importing.
+
+    Raises:
+        UserError: naming the file.
+    """
+    ours = Path(__file__).resolve().parent.parent / "actors"
+    spec = find_spec("actors")
+    places = list(spec.submodule_search_locations or []) if spec else []
+    if not spec or ours not in [Path(place).resolve() for place in places]:
+        found = f"{spec.origin or places[0]} hides it; rename that file, or start from another folder" if spec else "it is not installed"
+        raise UserError(f"monarch_rl needs its own package {ours}, but {found}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

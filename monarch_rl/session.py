@@ -1,0 +1,368 @@
+"""A running system: the actor meshes of one run, and what the loop asks of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import time
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from monarch_rl.cluster import local
+from monarch_rl.config import Config, UserError
+from monarch_rl.configure import write
+from monarch_rl.loop import train
+from monarch_rl.observe import console
+from monarch_rl.observe.metrics import GeneratorFigures, MetricsFile, trainer_figures
+from monarch_rl.observe.timeline import Span, Trace
+from monarch_rl.rendering import Renderer, model_directory
+from monarch_rl.supervise import NamedTimeout, answer, cause
+from monarch_rl.tasks import Score, load_task
+from monarch_rl.tasks.reward_process import RewardProcess
+from monarch_rl.types import Prompt, Version
+
+if TYPE_CHECKING:
+    from monarch.actor import MeshFailure, ProcMesh
+
+START_DEADLINE_S = 900.0
+"""A large model may take minutes to load."""
+
+
+class ActorDied(Exception):
+    """A process of the system ended by itself."""
+
+
+class Session:
+    """`async with Session(config) as session: await train(session)`. Satisfies `loop.System`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.output_dir = Path(config.output_dir)
+        self._started = time.monotonic()
+        self._processes: dict[str, ProcMesh] = {}
+        self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._rows: asyncio.Queue[tuple[int, Mapping[str, float]] | None] = asyncio.Queue()
+        self._evaluations: set[asyncio.Task[None]] = set()
+        self._evaluated: dict[str, Any] = {}
+        self._step = 0
+        self._generator_figures = GeneratorFigures()
+        self._metrics_file = MetricsFile(self.output_dir / "metrics.jsonl")
+        self._trace = Trace()
+
+    async def __aenter__(self) -> Session:
+        try:
+            await self._start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # --- what the loop asks for -------------------------------------------------------------------------------------
+
+    async def restore(self) -> Version:
+        return Version(0, 0)
+
+    async def publish(self, version: Version) -> None:
+        plans = await self._wait("generators (engine start)", asyncio.gather(*[f.as_asyncio() for f in self._engine_starts]))
+        rings = await answer(self._trainers.open_ring.call(plans[0]), "trainers (staging slots)", START_DEADLINE_S)
+        self._slots = list(rings.values())
+        self._plan_digest = plans[0].digest
+        await answer(self._trainers.publish.call(version), "trainers (first publish)", START_DEADLINE_S)
+
+    @contextlib.asynccontextmanager
+    async def background(self) -> AsyncIterator[None]:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watch = tasks.create_task(self._watch(), name="watch")
+                tasks.create_task(self._record_rows(), name="records")
+                for generator in self._generators:
+                    tasks.create_task(_reply(generator.follow.call_one(self._publishers, self._slots, self._plan_digest)))
+                tasks.create_task(_reply(self._rollouts.work.call()))
+                yield
+                await self._rest()
+                watch.cancel()
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+
+    async def train_step(self, step: int) -> Mapping[str, float]:
+        replies = await self._trainers.step.call(step)
+        ranks = list(replies.values())
+        for rank, (_, spans) in enumerate(ranks):
+            self._trace.add(f"trainer {rank}", spans)
+        self._step = step
+        return trainer_figures([figures for figures, _ in ranks])
+
+    def record(self, step: int, stats: Mapping[str, float]) -> None:
+        self._rows.put_nowait((step, stats))
+
+    def due(self, what: Literal["eval"], step: int) -> bool:
+        every = self.config.eval.every
+        return step == self.config.steps or bool(every and step % every == 0)
+
+    def start_evaluation(self, step: int) -> None:
+        if self.config.eval.prompts:
+            task = asyncio.create_task(self._evaluate(step), name=f"evaluation of step {step}")
+            self._evaluations.add(task)
+
+    async def evaluations(self) -> None:
+        await asyncio.gather(*self._evaluations)
+        self._evaluations.clear()
+
+    # --- beyond the loop --------------------------------------------------------------------------------------------
+
+    async def save_model(self) -> Path:
+        """Write the trained model as a Hugging Face directory."""
+        path = self.output_dir / "model"
+        await answer(self._trainers.save.call(path), "trainers (saving the model)", START_DEADLINE_S)
+        return path
+
+    async def close(self) -> None:
+        """End everything: rollouts, engines, trainers, meshes. Takes at most `close_deadline_s`."""
+        self._fault.cancel()
+        for task in self._evaluations:
+            task.cancel()
+        self._metrics_file.close()
+        self._trace.write(self.output_dir / "timeline.json")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.close_deadline_s):
+                await asyncio.gather(*[mesh.stop() for mesh in reversed(self._processes.values())], return_exceptions=True)
+
+    # --- start ------------------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        self._listen_for_faults()
+        self._spawn_processes()
+        self._spawn_actors()
+        self._engine_starts = [generator.start.call_one() for generator in self._generators]
+        from monarch.spmd import setup_torch_elastic_env_async
+
+        await self._wait("trainer processes", setup_torch_elastic_env_async(self._processes["trainer"]))
+        await self._wait("trainers (model load)", _reply(self._trainers.setup.call()))
+
+    def _listen_for_faults(self) -> None:
+        import monarch.actor
+
+        loop = asyncio.get_running_loop()
+
+        def hook(failure: MeshFailure) -> None:
+            loop.call_soon_threadsafe(self._died, str(failure))
+
+        monarch.actor.unhandled_fault_hook = hook
+
+    def _died(self, report: str) -> None:
+        if not self._fault.done():
+            self._fault.set_exception(ActorDied(report))
+
+    def _spawn_processes(self) -> None:
+        host = local.host()
+        environment = local.environment(self.config)
+        for processes in local.place(self.config):
+            self._processes[processes.name] = local.spawn(host, processes, environment)
+
+    def _spawn_actors(self) -> None:
+        from actors.generator import Generator
+        from actors.metrics import Metrics
+        from actors.publisher import Publisher
+        from actors.replay_buffer import ReplayBuffer
+        from actors.rollout import RolloutWorker
+        from actors.scorer import Scorer
+        from actors.trainer import Trainer
+
+        config, processes = self.config, self._processes
+        self._buffer = processes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config)
+        self._metrics = processes["replay_buffer"].spawn("metrics", Metrics)
+        self._trainers = processes["trainer"].spawn("trainer", Trainer, config, self._buffer)
+        self._publishers = processes["trainer"].spawn("publisher", Publisher)
+        self._generators = [
+            processes[f"generator_{i}"].spawn(f"generator_{i}", Generator, config, i, self._metrics)
+            for i in range(config.generator.replicas)
+        ]
+        scorers = processes["scorer"].spawn("scorer", Scorer, config.task, config.task_args, config.seed, config.scorer.deadline_s)
+        self._scorers = [scorers.slice(worker=i) for i in range(config.scorer.workers)]
+        self._rollouts = processes["rollout"].spawn("rollout", RolloutWorker, config, self._buffer, self._generators, self._scorers)
+
+    # --- background -------------------------------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._fault
+
+    async def _rest(self) -> None:
+        """Let the background come to its end: rollouts first, then pulls, then the last rows."""
+        await answer(self._buffer.close.call_one(), "replay buffer (close)", 30.0)
+        for i, generator in enumerate(self._generators):
+            await answer(generator.unfollow.call_one(), f"generator {i} (stop pulling)", 30.0)
+        self._rows.put_nowait(None)
+
+    async def _record_rows(self) -> None:
+        while (item := await self._rows.get()) is not None:
+            step, stats = item
+            row = await self._row(step, stats)
+            self._metrics_file.write(row)
+            console.say(console.step_line(row, self.config.steps))
+            every = self.config.console.rollouts_every
+            if every and step and step % every == 0:
+                for line in console.rollout_lines(await self._buffer.samples.call_one(2)):
+                    console.say(line)
+
+    async def _row(self, step: int, stats: Mapping[str, float]) -> dict[str, Any]:
+        reports, spans = await answer(self._metrics.collect.call_one(), "metrics", 60.0)
+        for lane, recorded in spans.items():
+            self._trace.add(lane, recorded)
+        row: dict[str, Any] = {"step": step, "version": str(Version(0, step)), "wall_s": round(time.monotonic() - self._started, 3)}
+        row |= stats | self._generator_figures.row(step, reports)
+        if step:
+            row |= await answer(self._buffer.stats.call_one(step), "replay buffer (stats)", 60.0)
+        evaluated, self._evaluated = self._evaluated, {}
+        return row | evaluated
+
+    async def _evaluate(self, step: int) -> None:
+        workers, prompts = self.config.rollout.workers, self.config.eval.prompts
+        published = step if step == self.config.steps else step - step % self.config.weights.every
+        parts = await asyncio.gather(
+            *[
+                self._rollouts.slice(worker=i).evaluate.call_one(range(i, prompts, workers), published).as_asyncio()
+                for i in range(workers)
+            ]
+        )
+        rewards = [reward for part in parts for reward in part.rewards]
+        self._evaluated = {
+            "eval/accuracy": sum(rewards) / len(rewards) if rewards else float("nan"),
+            "eval/prompts": len(rewards),
+            "eval/version": _version_span([v for part in parts for v in (part.first, part.last) if v is not None]),
+        }
+
+    async def _wait(self, who: str, waited: Awaitable[Any]) -> Any:
+        """Await something of the start, unless a process dies meanwhile."""
+        task = asyncio.ensure_future(waited)
+        done, _ = await asyncio.wait({task, self._fault}, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+        if task in done:
+            return task.result()
+        task.cancel()
+        if self._fault in done:
+            self._fault.result()
+        raise NamedTimeout(who, START_DEADLINE_S)
+
+
+async def _reply(future: Any) -> Any:
+    return await future.as_asyncio()
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The failure that ended a task group: a root cause before what it dragged along."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = min(error.exceptions, key=lambda e: isinstance(e, ActorDied))
+    return error
+
+
+def _version_span(versions: list[Version]) -> str:
+    """`0.12` or `0.12-0.14`."""
+    if not versions:
+        return ""
+    first, last = min(versions), max(versions)
+    return str(first) if first == last else f"{first}-{last}"
+
+
+# --- the command line's way in ---------------------------------------------------------------------------------------
+
+
+def run(config: Config) -> int:
+    """Train as `config` says, in this process as the controller. Returns the exit code: 0, 1, 130 (SIGINT) or 143 (SIGTERM)."""
+    output_dir = make_output_dir(config)
+    interrupt = Interrupt(config.close_deadline_s)
+    try:
+        asyncio.run(_train(config, interrupt))
+    except (asyncio.CancelledError, KeyboardInterrupt):
+        console.complain(f"interrupted; what was written is in {output_dir}")
+        return interrupt.exit_code
+    except UserError:
+        raise
+    except Exception as error:
+        (output_dir / "error.log").write_text("".join(traceback.format_exception(error)))
+        console.complain(f"{cause(error)} (whole story in {output_dir / 'error.log'})")
+        return 1
+    return 0
+
+
+async def _train(config: Config, interrupt: Interrupt) -> None:
+    interrupt.watch()
+    async with Session(config) as session:
+        await train(session)
+        path = await session.save_model()
+    console.say(f"done: model in {path}, metrics in {session.output_dir / 'metrics.jsonl'}")
+
+
+class Interrupt:
+    """SIGINT and SIGTERM: the first asks for an orderly close within the deadline, a second ends the process at once.
+
+    Child processes end with the controller, so ending it is always enough.
+    """
+
+    def __init__(self, close_deadline_s: float) -> None:
+        self.exit_code = 130
+        self._close_deadline_s = close_deadline_s
+        self._asked = False
+
+    def watch(self) -> None:
+        """Handle signals in the running loop, for the running task."""
+        loop, main = asyncio.get_running_loop(), asyncio.current_task()
+        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+            loop.add_signal_handler(number, self._on_signal, loop, main, code)
+
+    def _on_signal(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[None], code: int) -> None:
+        if self._asked:
+            os._exit(code)
+        self._asked, self.exit_code = True, code
+        console.say(f"closing (at most {self._close_deadline_s:g} s; once more to end at once)")
+        loop.call_later(self._close_deadline_s, os._exit, code)
+        main.cancel()
+
+
+def make_output_dir(config: Config) -> Path:
+    """The folder of this run, with its resolved configuration. A folder that holds an earlier run is moved aside, not written over."""
+    path = Path(config.output_dir)
+    if (path / "metrics.jsonl").exists():
+        aside = next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.{n}")).exists())
+        path.rename(aside)
+        console.say(f"{path} held an earlier run: moved to {aside}")
+    path.mkdir(parents=True, exist_ok=True)
+    write(config, path / "config.yaml")
+    return path
+
+
+def dry_run(config: Config) -> list[str]:
+    """Check what can be checked without starting anything; one line per finding.
+
+    Raises:
+        UserError: names the key and what is wrong with it.
+    """
+    renderer = Renderer(config.model.path)
+    task = load_task(config.task, config.task_args, config.seed)
+    prompt = task.prompt(0, "train")
+    ids = renderer.render(prompt.content)
+    score = asyncio.run(_score_once(config, prompt))
+    budget = (config.buffer.max_age + 1) * config.buffer.prompts_per_step - (config.buffer.window - 1)
+    return [
+        f"model: {model_directory(config.model.path)}, stop ids {list(renderer.stop_ids)}",
+        f"task: {config.task}, {task.size or 'endless'} prompts; the first has {len(ids)} tokens",
+        f"reward of an empty completion: {score.reward if score.error is None else score.error}",
+        f"admission: {budget} groups ahead at most, {budget / config.buffer.prompts_per_step:g} steps",
+        *[f"placement: {processes}" for processes in local.place(config)],
+    ]
+
+
+async def _score_once(config: Config, prompt: Prompt) -> Score:
+    process = RewardProcess(config.task, config.task_args, config.seed)
+    try:
+        return await process.score(prompt, "", config.scorer.deadline_s)
+    finally:
+        await process.close()

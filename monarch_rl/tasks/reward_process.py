@@ -1,0 +1,199 @@
+"""Rewards in a process of their own, so that a deadline can really end one.
+
+Parent and child speak over a socket, the child's stdin and stdout: each message is an 8-byte length and a pickle. The child scores on
+its main thread (some verifiers need signals) and one completion at a time. The program is `python -m monarch_rl.tasks.reward_process`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import math
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+from asyncio.subprocess import Process
+from typing import Any, BinaryIO, NamedTuple
+
+from monarch_rl.config import UserError
+from monarch_rl.tasks import Score, Task, load_task
+from monarch_rl.types import Prompt
+
+LENGTH = struct.Struct("!Q")
+START_DEADLINE_S = 120.0
+"""For loading the task, which may have a dataset to read."""
+PR_SET_PDEATHSIG = 1
+
+
+class Child(NamedTuple):
+    process: Process
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+
+class RewardProcess:
+    """The parent's side: one child, started at the first score and again after each that ended it. Callers take turns."""
+
+    def __init__(self, task_spec: str, task_args: dict[str, Any], seed: int) -> None:
+        self._task = (task_spec, task_args, seed)
+        self._child: Child | None = None
+        self._turn = asyncio.Lock()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Loads the task. Raises UserError as `load_task` does, RuntimeError when the child dies or takes too long."""
+        async with self._turn:
+            await self._started()
+
+    async def score(self, prompt: Prompt, completion: str, deadline_s: float) -> Score:
+        """Never raises for what the reward does: that becomes `Score.error`. The deadline counts from when the reward begins."""
+        async with self._turn:
+            child = await self._started()
+            try:
+                return Score(*await self._ask(child, (prompt, completion), deadline_s))
+            except TimeoutError:
+                return Score(None, f"deadline of {deadline_s:g} s passed")
+            except ChildProcessError as error:
+                return Score(None, f"RewardError: the reward's process died ({error})")
+
+    async def close(self) -> None:
+        """Ends the child at once; a score in progress gets an error, later ones raise RuntimeError."""
+        self._closed = True
+        if self._child is not None:
+            await self._end(self._child)
+
+    async def _started(self) -> Child:
+        if self._closed:
+            raise RuntimeError("the reward process is closed")
+        if self._child is None or self._child.process.returncode is not None:
+            self._child = await _spawn()
+            await self._load(self._child)
+        return self._child
+
+    async def _load(self, child: Child) -> None:
+        try:
+            failure = await self._ask(child, self._task, START_DEADLINE_S)
+        except TimeoutError:
+            raise RuntimeError(f"task {self._task[0]} was not loaded within {START_DEADLINE_S:g} s") from None
+        except ChildProcessError as error:
+            raise RuntimeError(f"the reward's process died while it loaded task {self._task[0]} ({error})") from None
+        if failure is not None:
+            await self._end(child)
+            raise failure
+
+    async def _ask(self, child: Child, message: Any, deadline_s: float) -> Any:
+        """The child's answer. Whatever goes wrong ends the child. Raises TimeoutError, or ChildProcessError with the exit status."""
+        try:
+            async with asyncio.timeout(deadline_s):
+                return await _exchange(child, message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            code = await self._end(child)
+            raise ChildProcessError(f"signal {-code}" if code < 0 else f"exit code {code}") from None
+        except BaseException:  # late or cancelled: the answer, if it came, would be taken for the next one's
+            await self._end(child)
+            raise
+
+    async def _end(self, child: Child) -> int:
+        """Kills the child with all that it has started; returns its exit status, which stands if it was already ending."""
+        if self._child is child:
+            self._child = None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.process.pid, signal.SIGKILL)
+        child.writer.close()
+        return await child.process.wait()
+
+
+async def _spawn() -> Child:
+    """A child that imports from where this process does, in a process group of its own."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", __spec__.name),
+            stdin=theirs.fileno(),
+            stdout=theirs.fileno(),
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,
+        )
+    return Child(process, *await asyncio.open_connection(sock=ours))
+
+
+async def _exchange(child: Child, message: Any) -> Any:
+    body = pickle.dumps(message)
+    child.writer.write(LENGTH.pack(len(body)) + body)
+    await child.writer.drain()
+    (length,) = LENGTH.unpack(await child.reader.readexactly(LENGTH.size))
+    return pickle.loads(await child.reader.readexactly(length))
+
+
+def main() -> None:
+    """The child's side: load the task, then answer until the parent closes the socket or is gone."""
+    _die_with_parent()
+    requests, replies = _take_socket()
+    spec, args, seed = pickle.loads(_read(requests) or b"")
+    try:
+        task = load_task(spec, args, seed)
+    except Exception as error:
+        said = UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"task {spec}: {_one_line(error)}")
+        _write(replies, said)
+        return
+    _write(replies, None)
+    while (body := _read(requests)) is not None:
+        _write(replies, tuple(_score(task, body)))
+
+
+def _score(task: Task, body: bytes) -> Score:
+    try:
+        prompt, completion = pickle.loads(body)
+        reward = task.reward(prompt, completion)
+        if not hasattr(reward, "__float__"):
+            return Score(None, f"RewardError: reward is {_clip(repr(reward))}, not a number")
+        if not math.isfinite(reward):
+            return Score(None, f"RewardError: reward is {float(reward)}")
+        return Score(float(reward))
+    except BaseException as error:  # sys.exit and CancelledError too: the reward is the user's, this loop is ours
+        return Score(None, f"RewardError: {_one_line(error)}")
+
+
+def _die_with_parent() -> None:
+    """Linux ends this process with its parent, also in the middle of a reward; elsewhere the closed socket does, after it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _take_socket() -> tuple[BinaryIO, BinaryIO]:
+    """Moves the protocol off file descriptors 0 and 1: what a reward prints goes to stderr, what it reads is empty."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return requests, replies
+
+
+def _read(pipe: BinaryIO) -> bytes | None:
+    """The next message; None when the parent has closed the socket."""
+    head = pipe.read(LENGTH.size)
+    return pipe.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
+
+
+def _write(pipe: BinaryIO, message: Any) -> None:
+    body = pickle.dumps(message)
+    pipe.write(LENGTH.pack(len(body)) + body)
+    pipe.flush()
+
+
+def _one_line(error: BaseException) -> str:
+    return _clip(f"{type(error).__name__}: {error}".rstrip(": "))
+
+
+def _clip(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 300 else f"{line[:300]}…"
+
+
+if __name__ == "__main__":
+    main()

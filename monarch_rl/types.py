@@ -1,0 +1,151 @@
+"""The nouns of the system. Importable without torch, so that every process can speak them.
+
+`Prompt` → `Generation` (one model call) → `Episode` (the turns of one trajectory, with reward) → `Group` (all episodes of
+one prompt) → `Shard` (what one trainer rank gets of one step's groups).
+Array names carry their dimensions: G episodes in a group, P groups in a step, T tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+FinishReason = Literal["stop", "length", "abort"]
+Split = Literal["train", "eval"]
+Message = dict[str, str]
+
+NOT_SAMPLED = -1
+"""Stands in `Episode.versions_T` at tokens that no sampler produced (prompt, observations)."""
+
+
+class Version(NamedTuple):
+    """Which weights: `step` optimizer steps done, `lineage` trainer restarts before that. Compares as a tuple."""
+
+    lineage: int
+    step: int
+
+    def pack(self) -> int:
+        """One int64 that orders as the version does, for per-token arrays."""
+        return (self.lineage << 32) | self.step
+
+    @staticmethod
+    def unpack(packed: int) -> Version:
+        return Version(packed >> 32, packed & 0xFFFFFFFF)
+
+    def __str__(self) -> str:
+        return f"{self.lineage}.{self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the model is asked. A pure function of its ordinal, so it can be made again after a crash."""
+
+    ordinal: int
+    content: str | list[Message]
+    """Raw text to continue, or chat messages for the model's chat template."""
+    answer: Any = None
+    """What the reward compares with; any picklable value."""
+    task: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn; travels with each generation."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    """Ids that end a turn; the one that was sampled is part of the generation and is trained."""
+
+
+@dataclass(slots=True)
+class Generation:
+    """One model call: the sampled ids with the logprob and the version behind each."""
+
+    ids_T: NDArray[np.int32]
+    logprobs_T: NDArray[np.float32]
+    """Of the distribution that was sampled (after temperature)."""
+    versions_T: NDArray[np.int64]
+    """`Version.pack()` of the weights that sampled each token."""
+    finish_reason: FinishReason
+    replica: int = 0
+
+
+@dataclass(slots=True)
+class Episode:
+    """One trajectory: prompt, sampled tokens and observations in one sequence."""
+
+    ids_T: NDArray[np.int32]
+    loss_mask_T: NDArray[np.bool_]
+    """True where the policy sampled the token; only these are trained."""
+    logprobs_T: NDArray[np.float32]
+    """The sampler's; 0 where `loss_mask_T` is False."""
+    versions_T: NDArray[np.int64]
+    """`Version.pack()`, or `NOT_SAMPLED`."""
+    text: str = ""
+    """The completion, decoded, as the reward saw it."""
+    reward: float | None = None
+    """None: unscorable (see `error`); left out of the baseline and of the loss."""
+    error: str | None = None
+    truncated: bool = False
+    """Ended by the token budget and not by an end token."""
+
+    @property
+    def sampled_tokens(self) -> int:
+        return int(self.loss_mask_T.sum())
+
+    def versions(self) -> tuple[Version, Version] | None:
+        """Oldest and newest version behind the sampled tokens; None when nothing was sampled."""
+        sampled = self.versions_T[self.loss_mask_T]
+        return (Version.unpack(int(sampled.min())), Version.unpack(int(sampled.max()))) if sampled.size else None
+
+
+@dataclass(slots=True)
+class Group:
+    """All episodes of one prompt."""
+
+    prompt: Prompt
+    episodes: list[Episode]
+
+    @property
+    def ordinal(self) -> int:
+        return self.prompt.ordinal
+
+    @property
+    def rewards_G(self) -> NDArray[np.float64]:
+        """NaN where an episode is unscorable."""
+        return np.array([np.nan if e.reward is None else e.reward for e in self.episodes], dtype=np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A time-bounded claim of a rollout worker on one prompt."""
+
+    ordinal: int
+    attempt: int
+    """1 for the first; goes into `scored`/`failed`, so that a late answer of a lost claim is told apart."""
+    min_step: int
+    """A generator may start this prompt only when it holds at least this step (the admission rule)."""
+
+
+@dataclass(slots=True)
+class Shard:
+    """What one trainer rank gets of step `step`: its episodes, and what it must know of the whole batch."""
+
+    step: int
+    episodes: list[Episode]
+    places: list[tuple[int, int]]
+    """(group, episode) of each of `episodes` in `rewards_PG`."""
+    microbatches: list[list[int]]
+    """Indices into `episodes`, per micro-batch; every rank has the same number (one may be empty)."""
+    rewards_PG: NDArray[np.float64]
+    """Of the whole batch; NaN: unscorable (or no such episode)."""
+    total_tokens: int
+    """Sampled tokens of all scorable episodes of the whole batch: the global token-mean denominator."""
+    total_episodes: int
+    """Scorable episodes of the whole batch."""
+    ordinals: list[int] = field(default_factory=list)
+    """Of the groups of the whole batch, in order of `rewards_PG`."""

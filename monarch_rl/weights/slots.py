@@ -1,0 +1,158 @@
+"""The trainer's side of a weight update: a ring of host slots that readers read whenever they like.
+
+A slot is overwritten without asking anybody. Its header says which version it holds, or that it is being written;
+the checksums beside it let a reader prove that what it read is one whole version.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+from torch import Tensor
+
+from monarch_rl.types import Version
+from monarch_rl.weights import transport
+from monarch_rl.weights.plan import LoadPlan, layout, region_bytes, stage
+
+if TYPE_CHECKING:
+    from monarch.rdma import RDMABuffer
+
+BEING_WRITTEN = -1
+"""Header value of a slot whose bytes belong to no version."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotBuffers:
+    """Remote handles of one slot, in the order in which a reader must read: the data, then the seal."""
+
+    data: list[RDMABuffer]
+    seal: RDMABuffer
+    """int64: the packed version, then one checksum per data buffer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A version that can be pulled, and the slot that holds it (the same on every trainer rank)."""
+
+    version: Version
+    slot: int
+
+
+def checksum(piece: Tensor) -> int:
+    """64-bit xxh3 of a flat uint8 host tensor, as a signed integer (fits an int64 tensor)."""
+    digest = xxhash.xxh3_64_intdigest(memoryview(piece.numpy()))
+    return digest - (1 << 64) if digest >= 1 << 63 else digest
+
+
+def fingerprints(plan: LoadPlan, views: Sequence[Tensor]) -> dict[str, int]:
+    """Checkpoint tensor → checksum of its pieces, in the plan's order; equal on a trainer and a generator that hold the same weights.
+
+    Args:
+        views: for each piece its values, [rows, cols] in the piece's dtype, on any device.
+    """
+    parts: dict[str, list[Tensor]] = {}
+    for piece, view in zip(plan.pieces, views, strict=True):
+        parts.setdefault(piece.name, []).append(as_bytes(view.cpu().contiguous()))
+    return {name: checksum(torch.cat(pieces)) for name, pieces in parts.items()}
+
+
+def as_bytes(host: Tensor) -> Tensor:
+    return host.view(torch.uint8).view(-1)
+
+
+class Ring:
+    """K slots of one trainer rank, and the side thread that seals what the trainer staged.
+
+    The trainer's thread pays for one copy of its local shards per publish; checksums and announcement are the side thread's.
+    """
+
+    def __init__(self, plan: LoadPlan, *, rank: int, world: int, slots: int, announce: Callable[[Offer], None]) -> None:
+        self._plan, self._rank, self._world, self._announce = plan, rank, world, announce
+        self._blocks = layout(plan, rank, world)
+        self._cuda = torch.cuda.is_available()
+        size = region_bytes(self._blocks)
+        self._regions = [torch.zeros(size, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(slots)]
+        self._seals = [torch.full((1 + len(transport.cut(size)),), BEING_WRITTEN, dtype=torch.int64) for _ in range(slots)]
+        self._stream = torch.cuda.Stream() if self._cuda else None
+        self._published = 0
+        self._lock = threading.Lock()
+        self._copied: torch.cuda.Event | None = None
+        self._staged: SimpleQueue[tuple[int, Version, torch.cuda.Event | None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._seal_forever, name="weights-seal", daemon=True)
+        self._thread.start()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one slot."""
+        return self._regions[0].numel()
+
+    def register(self) -> list[SlotBuffers]:
+        """Handles of all slots. To be called once, inside the actor that owns the ring."""
+        return [
+            SlotBuffers(transport.register(region), transport.register(as_bytes(seal))[0])
+            for region, seal in zip(self._regions, self._seals, strict=True)
+        ]
+
+    def publish(self, shards: Mapping[str, Tensor], version: Version) -> None:
+        """Copy this rank's shards into the next slot. On CUDA the copy runs beside the compute stream.
+
+        Args:
+            shards: parameter name → this rank's rows of it.
+        """
+        count, slot = self._published, self._published % len(self._regions)
+        with self._lock:
+            self._published += 1
+            self._seals[slot][0] = BEING_WRITTEN
+        self._copied = self._copy(shards, slot)
+        self._staged.put((count, version, self._copied))
+
+    def wait_copied(self) -> None:
+        """Make the compute stream wait for the last copy; to be called before parameters change again."""
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+    def close(self) -> None:
+        self._staged.put(None)
+        self._thread.join()
+
+    def _copy(self, shards: Mapping[str, Tensor], slot: int) -> torch.cuda.Event | None:
+        region = self._regions[slot]
+        if self._stream is None:
+            stage(self._blocks, self._plan, shards, region, self._rank, self._world)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            stage(self._blocks, self._plan, shards, region, self._rank, self._world)
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return event
+
+    def _seal_forever(self) -> None:
+        while (staged := self._staged.get()) is not None:
+            count, version, copied = staged
+            if copied is not None:
+                copied.synchronize()
+            self._seal(count, version)
+
+    def _seal(self, count: int, version: Version) -> None:
+        slot = count % len(self._regions)
+        region, seal = self._regions[slot], self._seals[slot]
+        if self._is_lost(count):
+            return
+        sums = torch.tensor([checksum(region[piece]) for piece in transport.cut(region.numel())], dtype=torch.int64)
+        with self._lock:
+            if self._is_lost(count):
+                return
+            seal[1:] = sums
+            seal[0] = version.pack()
+        self._announce(Offer(version, slot))
+
+    def _is_lost(self, count: int) -> bool:
+        """Whether the trainer has begun to write over what it staged as number `count`."""
+        return self._published - count > len(self._regions)

@@ -1,0 +1,53 @@
+"""Monarch's RDMA, made quiet and uniform: registering host memory in pieces and reading many pieces in one action."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from monarch_rl.observe.quiet import silent_stderr
+
+if TYPE_CHECKING:
+    from monarch.rdma import RDMABuffer
+
+CHUNK_BYTES = 4 << 20
+"""Size of one registered buffer: one action pipelines its buffers, while the bytes of one buffer go one after the other."""
+
+
+def backend() -> str:
+    """Name of the transport that buffers of this process will use: `ibverbs` or `tcp`."""
+    from monarch.rdma import is_ibverbs_available
+
+    with silent_stderr():
+        return "ibverbs" if is_ibverbs_available() else "tcp"
+
+
+def cut(nbytes: int) -> list[slice]:
+    """The pieces in which a region of `nbytes` is registered, checksummed and read."""
+    return [slice(a, min(a + CHUNK_BYTES, nbytes)) for a in range(0, nbytes, CHUNK_BYTES)]
+
+
+def register(host: Tensor) -> list[RDMABuffer]:
+    """Register a flat uint8 host tensor piece by piece. Once per tensor: memory stays registered for good."""
+    import monarch.rdma as rdma
+
+    warnings.simplefilter("ignore", rdma.RDMATcpFallbackWarning)
+    with silent_stderr():
+        return [rdma.RDMABuffer(host[piece]) for piece in cut(host.numel())]
+
+
+async def read(pieces: Sequence[tuple[Tensor, RDMABuffer]], *, deadline_s: int) -> None:
+    """Read every remote buffer into its local flat uint8 tensor, all in one action.
+
+    Raises whatever Monarch raises on a lost peer or after `deadline_s` seconds.
+    """
+    import monarch.rdma as rdma
+
+    warnings.simplefilter("ignore", rdma.RDMATcpFallbackWarning)
+    action = rdma.RDMAAction()
+    for local, remote in pieces:
+        action.read_remote(local, remote)
+    await action.submit(timeout=deadline_s)

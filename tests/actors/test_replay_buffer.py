@@ -1,0 +1,365 @@
+"""The replay buffer as a real actor, driven by the test in the place of rollout workers and trainer ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from buffer_actors import Bystander
+from monarch.actor import ActorError, this_host
+
+from actors.replay_buffer import ReplayBuffer
+from monarch_rl.config import Config
+from monarch_rl.types import NOT_SAMPLED, Episode, Group, Lease, Prompt, Shard, Version
+
+TASK = '''
+import time
+from monarch_rl.tasks import Task
+from monarch_rl.types import Prompt
+
+class Count(Task):
+    name = "count"
+    def __init__(self, broken=-1, slow_s=0.0):
+        self.broken, self.slow_s = broken, slow_s
+    def prompt(self, ordinal, split):
+        if ordinal == self.broken:
+            raise KeyError("no row")
+        time.sleep(self.slow_s)
+        return Prompt(ordinal, f"{split} {ordinal}")
+    def reward(self, prompt, completion):
+        return 0.0
+'''
+
+NUMBER = itertools.count()
+Make = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Any]:
+    mesh = this_host().spawn_procs({"proc": 1})
+    yield mesh
+    mesh.stop().get()
+
+
+@pytest.fixture
+async def make(processes: Any, tmp_path: Path) -> AsyncIterator[Make]:
+    """Makes a replay buffer of its own: P=2, S=1, group size 2, 10 steps, unless told otherwise."""
+    (tmp_path / "count.py").write_text(TASK)
+    buffers = []
+
+    def spawn(*, steps: int = 10, ranks: int = 1, deadline_s: float = 60.0, attempts: int = 3, task_args: Any = None, **buffer: Any) -> Any:
+        config = Config(steps=steps, task=f"{tmp_path / 'count.py'}:Count", task_args=task_args or {})
+        config.buffer.prompts_per_step, config.buffer.max_age = 2, 1
+        for key, value in buffer.items():
+            setattr(config.buffer, key, value)
+        config.trainer.ranks, config.rollout.deadline_s, config.rollout.max_attempts = ranks, deadline_s, attempts
+        buffers.append(processes.spawn(f"buffer_{next(NUMBER)}", ReplayBuffer, config))
+        return buffers[-1]
+
+    yield spawn
+    for buffer in buffers:
+        await buffer.close.call_one()
+
+
+def group(prompt: Prompt, step: int = 0, rewards: tuple[float | None, ...] = (1.0, 0.0), error: str | None = None) -> Group:
+    """One prompt token and three sampled ones per episode, all by the weights of `step`."""
+    versions = np.array([NOT_SAMPLED] + 3 * [Version(0, step).pack()], np.int64)
+    mask, ids, logprobs = np.array([False, True, True, True]), np.arange(4, dtype=np.int32), np.array([0, -1, -1, -1], np.float32)
+    return Group(prompt, [Episode(ids, mask, logprobs, versions, f"answer {i}", reward, error) for i, reward in enumerate(rewards)])
+
+
+async def soon(reply: Any) -> Any:
+    return await asyncio.wait_for(reply.as_asyncio(), 20)
+
+
+async def claim(buffer: Any, count: int, worker: str = "w") -> list[tuple[Lease, Prompt]]:
+    return [await soon(buffer.lease.call_one(worker)) for _ in range(count)]
+
+
+async def put(buffer: Any, claims: list[tuple[Lease, Prompt]], **how: Any) -> list[bool]:
+    return [await soon(buffer.put.call_one(lease, group(prompt, **how))) for lease, prompt in claims]
+
+
+async def parked(*futures: Any) -> None:
+    """Fails if one of them is answered."""
+    await asyncio.sleep(0.3)
+    assert not any(future.done() for future in futures)
+
+
+async def test_leases_park_until_the_trainer_is_ahead(make: Make) -> None:
+    """The budget is given out in order; then workers wait without polling, and `trained` lets them go on."""
+    buffer = make()
+    claims = await claim(buffer, 4)
+    assert claims == [(Lease(i, 1, 0), Prompt(i, f"train {i}")) for i in range(4)]
+    waiting = [buffer.lease.call_one(f"w{i}").as_asyncio() for i in range(2)]
+    batch = buffer.take.call_one(1, 0).as_asyncio()
+    await put(buffer, claims[:1])
+    await parked(batch, *waiting)
+    await put(buffer, claims[1:2])
+    shard: Shard = await asyncio.wait_for(batch, 10)
+    assert shard.ordinals == [0, 1]
+    await parked(*waiting)
+    buffer.trained.broadcast(1)
+    leases = [lease for lease, _ in await asyncio.wait_for(asyncio.gather(*waiting), 10)]
+    assert leases == [Lease(4, 1, 1), Lease(5, 1, 1)]
+
+
+async def test_taking_a_batch_says_that_the_last_one_is_trained(make: Make) -> None:
+    buffer = make()
+    await put(buffer, await claim(buffer, 4))
+    waiting = buffer.lease.call_one("w").as_asyncio()
+    await soon(buffer.take.call_one(1, 0))
+    await parked(waiting)
+    await soon(buffer.take.call_one(2, 0))
+    assert (await asyncio.wait_for(waiting, 10))[0] == Lease(4, 1, 1)
+
+
+async def test_a_run_ends_when_its_last_batch_is_taken(make: Make) -> None:
+    """Case 23: exactly steps × P groups are asked for; workers that wait for more are sent home."""
+    buffer = make(steps=2)
+    claims = await claim(buffer, 4)
+    waiting = buffer.lease.call_one("w").as_asyncio()
+    await put(buffer, claims)
+    await soon(buffer.take.call_one(1, 0))
+    await parked(waiting)
+    await soon(buffer.take.call_one(2, 0))
+    assert await asyncio.wait_for(waiting, 10) is None
+    assert await soon(buffer.lease.call_one("w")) is None
+
+
+async def test_every_rank_gets_its_part_of_the_same_batch(make: Make) -> None:
+    buffer = make(ranks=2)
+    claims = await claim(buffer, 3)
+    await put(buffer, claims[:1], rewards=(1.0, None, 0.0))
+    first = buffer.take.call_one(1, 0).as_asyncio()
+    await parked(first)
+    await put(buffer, claims[1:])
+    shards = [await asyncio.wait_for(first, 10), await soon(buffer.take.call_one(1, 1))]
+    assert sorted(place for shard in shards for place in shard.places) == [(0, 0), (0, 2), (1, 0), (1, 1)]
+    for shard in shards:
+        assert (shard.step, shard.ordinals, shard.total_tokens, shard.total_episodes) == (1, [0, 1], 12, 4)
+        np.testing.assert_array_equal(shard.rewards_PG, [[1, np.nan, 0], [1, 0, np.nan]])
+    with pytest.raises(ActorError, match="step 1 cannot be taken: the next one is 2"):
+        await soon(buffer.take.call_one(1, 1))
+
+
+async def test_dead_groups_are_replaced(make: Make) -> None:
+    buffer = make()
+    claims = await claim(buffer, 4)
+    await put(buffer, claims[:1], rewards=(1.0, 1.0))
+    await put(buffer, claims[1:2], rewards=(None, None), error="ValueError: no")
+    await put(buffer, claims[2:])
+    assert (await soon(buffer.take.call_one(1, 0))).ordinals == [2, 3]
+    assert [lease for lease, _ in await claim(buffer, 2)] == [Lease(4, 1, 0), Lease(5, 1, 0)]
+    stats = await soon(buffer.stats.call_one(1))
+    expected = {
+        "buffer/dropped": 2,
+        "buffer/dropped_dead": 1,
+        "buffer/dropped_unscorable": 1,
+        "buffer/fill": 0,
+        "buffer/leased": 0,
+        "reward/mean": 4 / 6,
+        "reward/frac_dead_groups": 0.5,
+        "reward/frac_unscorable": 0.25,
+        "age/max": 0,
+    }
+    assert {key: stats[key] for key in expected} == pytest.approx(expected)
+    with pytest.raises(ActorError, match="no figures of step 2"):
+        await soon(buffer.stats.call_one(2))
+
+
+async def test_dead_groups_can_be_kept(make: Make) -> None:
+    buffer = make(dead_groups="keep")
+    await put(buffer, await claim(buffer, 2), rewards=(1.0, 1.0))
+    assert (await soon(buffer.take.call_one(1, 0))).ordinals == [0, 1]
+    assert (await soon(buffer.stats.call_one(1)))["reward/frac_dead_groups"] == 1
+
+
+async def test_nothing_to_learn_ends_the_run(make: Make) -> None:
+    """Case 15: rewards that are always 0 end the run after `max_dead_steps` steps' worth, with a look at what was sampled."""
+    buffer = make(max_dead_steps=2)
+    batch = buffer.take.call_one(1, 0).as_asyncio()
+    await put(buffer, await claim(buffer, 3), rewards=(0.0, 0.0))
+    waiting = buffer.lease.call_one("idle").as_asyncio()
+    await parked(batch)
+    await put(buffer, [await asyncio.wait_for(waiting, 10)], rewards=(0.0, 0.0))
+    with pytest.raises(ActorError) as raised:
+        await asyncio.wait_for(batch, 10)
+    message = str(raised.value.exception)
+    assert "there is no batch for step 1: 4 prompts in a row gave nothing to train on (buffer.max_dead_steps=2; dropped so far: 4 dead)" in message
+    assert "prompt 3: rewards [0 0], completion 'answer 0'" in message
+    assert "\n" not in message
+    assert await soon(buffer.lease.call_one("w")) is None
+    with pytest.raises(ActorError, match="4 prompts in a row"):
+        await soon(buffer.take.call_one(1, 0))
+
+
+async def test_a_reward_that_always_raises_is_named(make: Make) -> None:
+    """Case 18: the run ends with the exception of the reward."""
+    buffer = make(max_dead_steps=1)
+    await put(buffer, await claim(buffer, 2), rewards=(None, None), error="ZeroDivisionError: division by zero")
+    with pytest.raises(ActorError, match=r"2 unscorable.*prompt 1: rewards \[- -\], error ZeroDivisionError: division by zero"):
+        await soon(buffer.take.call_one(1, 0))
+
+
+async def test_prompts_that_are_refused_end_the_run(make: Make) -> None:
+    """Case 61: a prompt that is too long is dropped and counted; if all are, the run ends and says so."""
+    buffer = make(max_dead_steps=1)
+    (lease, _), kept = await claim(buffer, 2)
+    await soon(buffer.drop.call_one(lease, "900 tokens do not fit"))
+    await put(buffer, [kept])
+    for lease, _ in await claim(buffer, 2):
+        await soon(buffer.drop.call_one(lease, "900 tokens do not fit"))
+    with pytest.raises(ActorError, match=r"3 refused.*prompt 3: 900 tokens do not fit"):
+        await soon(buffer.take.call_one(1, 0))
+
+
+async def test_a_lost_answer_is_asked_for_again(make: Make) -> None:
+    """Cases 13, 14, 21: a worker that never answers loses its prompt at the deadline; its late answer is ignored."""
+    buffer = make(deadline_s=0.5)
+    silent, _ = await claim(buffer, 2, "silent")
+    began = time.monotonic()
+    batch = buffer.take.call_one(1, 0).as_asyncio()
+    again = [c for c in await claim(buffer, 4, "other") if c[0].attempt == 2]
+    assert time.monotonic() - began < 5
+    assert [lease.ordinal for lease, _ in again] == [0, 1]
+    assert await put(buffer, [silent]) == [False]
+    assert not batch.done()
+    assert await put(buffer, again) == [True, True]
+    assert (await asyncio.wait_for(batch, 10)).ordinals == [0, 1]
+
+
+async def test_failures_are_bounded(make: Make) -> None:
+    """Case 29: a prompt that fails every time is dropped after `rollout.max_attempts`, and another takes its place."""
+    buffer = make(attempts=2)
+    first, second = await claim(buffer, 2)
+    await put(buffer, [second])
+    for attempt in (1, 2):
+        await soon(buffer.fail.call_one(Lease(first[0].ordinal, attempt, 0), "engine died"))
+        await claim(buffer, 1)
+    await put(buffer, [(Lease(2, 1, 0), Prompt(2, ""))])
+    assert (await soon(buffer.take.call_one(1, 0))).ordinals == [1, 2]
+    assert (await soon(buffer.stats.call_one(1)))["buffer/dropped_failed"] == 1
+
+
+async def test_a_released_worker_gives_back_its_prompts(make: Make) -> None:
+    """Case 19: what a dead worker held goes to others; its parked calls are forgotten."""
+    buffer = make()
+    await claim(buffer, 2, "dead")
+    await claim(buffer, 2, "alive")
+    gone = buffer.lease.call_one("dead").as_asyncio()
+    waiting = [buffer.lease.call_one("alive").as_asyncio() for _ in range(2)]
+    await parked(gone, *waiting)
+    await soon(buffer.release.call_one("dead"))
+    assert [lease for lease, _ in await asyncio.wait_for(asyncio.gather(*waiting), 10)] == [Lease(0, 2, 0), Lease(1, 2, 0)]
+    assert not gone.done()
+
+
+async def test_a_killed_worker_with_a_parked_lease_does_no_harm(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 19: a lease that goes out to a dead process comes back at its deadline; the buffer lives."""
+    monkeypatch.setattr("monarch.actor.unhandled_fault_hook", lambda failure: None)
+    buffer = make(deadline_s=1.0)
+    claims = await claim(buffer, 4)
+    mesh = this_host().spawn_procs({"proc": 1})
+    bystander = mesh.spawn("bystander", Bystander)
+    os.kill(await soon(bystander.wait_for_lease.call_one(buffer, "doomed")), signal.SIGKILL)
+    await asyncio.sleep(1.0)
+    await put(buffer, claims[:2])
+    await soon(buffer.take.call_one(1, 0))
+    await put(buffer, claims[2:])
+    await soon(buffer.take.call_one(2, 0))
+    leases = [lease for lease, _ in await claim(buffer, 2, "alive")]
+    assert Lease(4, 2, 1) in leases or Lease(5, 1, 1) in leases
+    await mesh.stop()
+
+
+async def test_too_old_tokens_are_never_given_out(make: Make) -> None:
+    """Case 27: stamps that break the bound (forced here by lying ones) end the run with the prompt's ordinal."""
+    buffer = make(ranks=2)
+    for step in (1, 2):
+        await put(buffer, await claim(buffer, 2), step=step - 1)
+        await asyncio.gather(*[soon(buffer.take.call_one(step, rank)) for rank in (0, 1)])
+    await put(buffer, await claim(buffer, 2), step=0)
+    for rank in (0, 1):
+        with pytest.raises(ActorError, match="prompt 4 has a token of age 2 at step 3, above"):
+            await soon(buffer.take.call_one(3, rank))
+
+
+async def test_a_prompt_that_cannot_be_made_ends_the_run(make: Make) -> None:
+    """Case 18: what the task raises reaches the trainer in one line; nobody waits."""
+    buffer = make(task_args={"broken": 1})
+    waiting = [buffer.lease.call_one("w").as_asyncio() for _ in range(2)]
+    with pytest.raises(ActorError, match="task count: prompt 1 cannot be made: KeyError: 'no row'"):
+        await soon(buffer.take.call_one(1, 0))
+    assert await asyncio.wait_for(waiting[0], 10) == (Lease(0, 1, 0), Prompt(0, "train 0"))
+    assert await asyncio.wait_for(waiting[1], 10) is None
+
+
+async def test_slow_prompts_do_not_hold_up_the_buffer(make: Make) -> None:
+    """Case 25: while a prompt is made for 1.5 s, other calls are answered at once."""
+    buffer = make(task_args={"slow_s": 1.5})
+    first = await claim(buffer, 1)
+    waiting = buffer.lease.call_one("w").as_asyncio()
+    began = time.monotonic()
+    await put(buffer, first)
+    assert len(await soon(buffer.samples.call_one(5))) == 1
+    assert time.monotonic() - began < 1.0
+    assert not waiting.done()
+    assert (await asyncio.wait_for(waiting, 10))[0].ordinal == 1
+
+
+async def test_samples_are_the_last_groups(make: Make) -> None:
+    buffer = make()
+    claims = await claim(buffer, 3)
+    await put(buffer, claims[:2])
+    await put(buffer, claims[2:], rewards=(0.0, 0.0))
+    groups: list[Group] = await soon(buffer.samples.call_one(2))
+    assert [g.ordinal for g in groups] == [1, 2]
+    assert groups[0].prompt.content == "train 1"
+    assert await soon(buffer.samples.call_one(0)) == []
+
+
+async def test_closing_answers_everybody(make: Make) -> None:
+    buffer = make()
+    await claim(buffer, 4)
+    waiting, batch = buffer.lease.call_one("w").as_asyncio(), buffer.take.call_one(1, 0).as_asyncio()
+    await parked(waiting, batch)
+    await soon(buffer.close.call_one())
+    assert await asyncio.wait_for(waiting, 10) is None
+    with pytest.raises(ActorError, match="there is no batch for step 1: the replay buffer is closed"):
+        await asyncio.wait_for(batch, 10)
+
+
+async def test_a_group_must_answer_its_lease(make: Make) -> None:
+    buffer = make()
+    first, second = await claim(buffer, 2)
+    with pytest.raises(ActorError, match="the lease is on prompt 0, the group is of prompt 1"):
+        await soon(buffer.put.call_one(first[0], group(second[1])))
+    assert await put(buffer, [first]) == [True]
+
+
+async def test_synchronous_run(make: Make) -> None:
+    """`max_age=0` alternates strictly: no prompt is handed out while a batch is taken and not trained."""
+    buffer = make(max_age=0, steps=3)
+    for step in (1, 2, 3):
+        claims = await claim(buffer, 2)
+        assert [lease.min_step for lease, _ in claims] == [step - 1] * 2
+        waiting = buffer.lease.call_one("w").as_asyncio()
+        await put(buffer, claims, step=step - 1)
+        await soon(buffer.take.call_one(step, 0))
+        if step < 3:
+            await parked(waiting)
+            await soon(buffer.trained.call_one(step))
+            lease, _ = await asyncio.wait_for(waiting, 10)
+            await soon(buffer.fail.call_one(lease, "handed back"))
+        else:
+            assert await asyncio.wait_for(waiting, 10) is None
+        assert (await soon(buffer.stats.call_one(step)))["age/max"] == 0
