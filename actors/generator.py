@@ -63,10 +63,12 @@ class Generator(Actor):
     @concurrent_endpoint
     async def follow(self, publishers: Publisher, slots: list[list[SlotBuffers]], plan_digest: str) -> None:
         """Pull and swap every version that the trainers publish, until `unfollow`."""
+        from monarch_rl.weights import transport
         from monarch_rl.weights.pull import Puller
 
         if self._plan.digest != plan_digest:
             raise RuntimeError(f"{self.name}: its engine cuts the weights differently from generator 0; all replicas must share one layout")
+        await transport.warm_up()
         puller = Puller(self._plan, slots)
         self._pulls.bytes_per_pull = puller.nbytes
         self._following = asyncio.create_task(self._follow(publishers, puller), name="follow")

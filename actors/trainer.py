@@ -2,7 +2,7 @@
 
 Owns: model, optimizer, the ring of staging slots. One process per rank; all endpoints are called on the whole mesh.
 Promises: a publish costs one copy of the local shards, whatever the generators do.
-Called by: the controller. May be blocked by: the other ranks (collectives), and by a batch that is not complete (deadline: `take_deadline`).
+Called by: the controller. May be blocked by: the other ranks (collectives), a batch that is not complete (`take_deadline`).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Trainer(Actor):
             shard = answer_blocking(reply, f"replay buffer (batch of step {step})", take_deadline(self._config))
         ready = time.perf_counter()
         with timeline.span("train"):
-            stats = self._learner.step(shard, self._config.generator.temperature)
+            stats = self._learner.step(shard, self._config.generator.temperature, before_update=self._ring.wait_copied)
         trained = time.perf_counter()
         if self._rank == 0:
             self._buffer.trained.broadcast(step)

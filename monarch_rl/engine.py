@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
-import difflib
 import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
@@ -21,34 +20,25 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from monarch_rl.engine_setup import EngineError, build_llm, tensor_shapes
 from monarch_rl.types import Generation, Sampling, Version
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from monarch_rl.weights.plan import LoadPlan, Shape
+    from monarch_rl.weights.plan import LoadPlan
 
 T = TypeVar("T")
 
-CPU_CONTEXT = 4096
-"""Tokens; the longest sequence on CPU unless the model's own limit is lower or `generator.engine.max_model_len` says otherwise."""
-CPU_KV_BYTES = 256 << 20
-"""The KV cache on CPU, unless one sequence of full length needs more."""
-CPU_BLOCK = 32
-"""Tokens per KV block on CPU: prefixes shorter than a block are never shared."""
 COLDEST = 0.01
 """vLLM raises lower temperatures to this one without saying so."""
-
-
-class EngineError(RuntimeError):
-    """The engine cannot do what was asked; after a failure it can do nothing any more."""
 
 
 class PromptTooLong(ValueError):
     """The prompt leaves no room for a single token; the engine is unharmed."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Totals since the start of the engine; cheap to take at any time."""
 
@@ -157,7 +147,7 @@ class Engine:
         return await self._ask(partial(self._swap, write, version))
 
     async def fingerprints(self) -> dict[str, int]:
-        """Checkpoint tensor → checksum of what the engine holds of it (`weights.slots.checksum`, pieces in the plan's order)."""
+        """Checkpoint tensor → checksum of what the engine holds of it, see `weights.slots.fingerprints`."""
         return await self._ask(self._fingerprints)
 
     def stats(self) -> EngineStats:
@@ -268,29 +258,15 @@ class Engine:
         self._busy_s += time.perf_counter() - start
 
     def _admit(self, name: str, ids: list[int], sampling: Sampling, seed: int, room: int, future: asyncio.Future[Any]) -> None:
-        from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
-        from vllm.sampling_params import RequestOutputKind
 
         if name in self._requests:
             self._results.append((future, EngineError(f"request {name} is already running")))
             return
         self._doing = "admitting a request"
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            max_tokens=room,
-            seed=seed,
-            stop_token_ids=list(sampling.stop_ids),
-            ignore_eos=True,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
-        )
         # The salt keeps a prefix that other weights computed from being found in the cache.
         prompt = tokens_input(ids, cache_salt=str(self._version))
-        self._requests[name] = (future, self._llm.add_request(name, prompt, params))
+        self._requests[name] = (future, self._llm.add_request(name, prompt, _params(sampling, seed, room)))
 
     def _abort(self, name: str) -> None:
         from vllm.v1.engine import FinishReason
@@ -322,27 +298,31 @@ class Engine:
         return pause_s
 
     def _fingerprints(self) -> dict[str, int]:
-        import torch
+        from monarch_rl.weights.slots import fingerprints
 
-        from monarch_rl.weights.slots import checksum
-
-        parts: dict[str, list[Tensor]] = {}
-        for piece, view in zip(self._plan.pieces, self._views, strict=True):
-            parts.setdefault(piece.name, []).append(view.cpu().contiguous().view(torch.uint8).view(-1))
-        return {name: checksum(torch.cat(pieces)) for name, pieces in parts.items()}
+        return fingerprints(self._plan, self._views)
 
     def _build(self) -> LoadPlan:
         from monarch_rl.weights.plan import record
 
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
             raise EngineError("the variables of engine_environment() must be set before the engine's process imports torch")
-        self._llm = _build_llm(self._model_path, self._dtype, self._seed, self._overrides)
+        self._llm = build_llm(self._model_path, self._dtype, self._seed, self._overrides)
         self._context = int(self._llm.model_config.max_model_len)
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
+        self._warm_up()
         self._count_tokens()
         model = self._llm.model_executor.driver_worker.worker.model_runner.model
-        self._plan, self._views = record(model, _tensor_shapes(self._model_path))
+        self._plan, self._views = record(model, tensor_shapes(self._model_path))
         return self._plan
+
+    def _warm_up(self) -> None:
+        """Sample one token: what this machine cannot run is to fail now and not at the first request."""
+        from vllm.inputs.engine import tokens_input
+
+        self._llm.add_request("warm-up", tokens_input([0]), _params(Sampling(1), 0, 1))
+        while self._llm.has_unfinished_requests():
+            self._llm.step()
 
     def _count_tokens(self) -> None:
         """Finished requests alone come out of vLLM's step; so count at the source, where every token passes."""
@@ -357,6 +337,24 @@ class Engine:
         core.get_output = counted
 
 
+def _params(sampling: Sampling, seed: int, room: int) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        max_tokens=room,
+        seed=seed,
+        stop_token_ids=list(sampling.stop_ids),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+    )
+
+
 def _generation(output: Any) -> Generation:
     completion = output.outputs[0]
     versions_T = np.empty(len(completion.token_ids), np.int64)
@@ -368,91 +366,3 @@ def _generation(output: Any) -> Generation:
         versions_T=versions_T,
         finish_reason=completion.finish_reason,
     )
-
-
-def _build_llm(model_path: str, dtype: str, seed: int, overrides: dict[str, Any]) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    cpu = bool(current_platform.is_cpu())
-    if cpu:
-        _keep_weights_live()
-    known = {field.name for field in dataclasses.fields(EngineArgs)}
-    arguments = _arguments(overrides, known, model=model_path, dtype=dtype, seed=seed)
-    if cpu:
-        arguments = _cpu_arguments(arguments)
-    return LLMEngine.from_engine_args(EngineArgs(**arguments))
-
-
-def _keep_weights_live() -> None:
-    """On CPU vLLM packs the weights of linear layers and drops the parameters; a write to those would change nothing."""
-    import torch
-    import vllm.model_executor.layers.utils as layers
-
-    def plain(layer: Any, remove_weight: bool) -> None:
-        layer.cpu_linear = torch.nn.functional.linear
-
-    layers.dispatch_cpu_unquantized_gemm = plain
-
-
-def _arguments(overrides: dict[str, Any], known: set[str], **own: Any) -> dict[str, Any]:
-    """EngineArgs with the user's overrides, which may not undo what the versions and logprobs of tokens rest on."""
-    fixed = own | {
-        "load_format": "dummy",
-        "logprobs_mode": "processed_logprobs",
-        "async_scheduling": False,
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "data_parallel_size": 1,
-    }
-    for key, value in overrides.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, 1)
-            raise EngineError(f"generator.engine.{key}: vLLM has no such setting" + (f"; did you mean {near[0]}?" if near else ""))
-        if key in fixed and value != fixed[key]:
-            raise EngineError(f"generator.engine.{key}: must be {fixed[key]!r} here, not {value!r}")
-    return {"disable_log_stats": True, **overrides, **fixed}
-
-
-def _cpu_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Add the defaults for CPU, where a prompt with a seed must be prefilled in one piece."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(arguments["model"]).get_text_config()
-    context = int(arguments.get("max_model_len", min(config.max_position_embeddings, CPU_CONTEXT)))
-    defaults = {
-        "enforce_eager": True,
-        "block_size": CPU_BLOCK,
-        "max_num_seqs": 256,
-        "max_model_len": context,
-        "max_num_batched_tokens": max(context, 4096),
-        "kv_cache_memory_bytes": max(CPU_KV_BYTES, _kv_bytes(config, context, arguments["dtype"])),
-        "enable_chunked_prefill": False,
-    }
-    merged = defaults | arguments
-    if merged["enable_chunked_prefill"]:
-        raise EngineError("generator.engine.enable_chunked_prefill: must be False on CPU, where a split prompt cannot have a seed")
-    if merged["max_num_batched_tokens"] < context:
-        raise EngineError(f"generator.engine.max_num_batched_tokens: must be at least max_model_len={context} on CPU")
-    return merged
-
-
-def _kv_bytes(config: Any, context: int, dtype: str) -> int:
-    """Keys and values of one sequence of full length, and of two blocks that vLLM keeps for itself."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    tokens = (-(-context // CPU_BLOCK) + 2) * CPU_BLOCK
-    return int(2 * config.num_hidden_layers * heads * size * tokens * (4 if dtype == "float32" else 2))
-
-
-def _tensor_shapes(model_path: str) -> dict[str, Shape]:
-    """Name → shape of what a trainer holds of this model; tied tensors once."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

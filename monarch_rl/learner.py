@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -44,6 +47,8 @@ class Trained(NamedTuple):
     entropy_N: Tensor
     clipped_N: Tensor
     ages_N: Tensor
+    fresh_N: Tensor
+    """1 where every token of the episode has age 0."""
 
 
 class Learner:
@@ -76,13 +81,16 @@ class Learner:
         betas = (config.betas[0], config.betas[1])
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.lr, betas=betas, weight_decay=config.weight_decay, fused=True)
 
-    def step(self, batch: Shard, temperature: float) -> dict[str, float]:
+    def step(self, batch: Shard, temperature: float, *, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
         """Optimizer step `batch.step`, at the temperature that the tokens were sampled with.
+
+        Args:
+            before_update: called when the gradient is ready and the weights are about to change.
 
         Returns:
             Metrics of the whole batch, the same on every rank. `ratio/*` is trainer over sampler, π / μ, for all trained tokens.
-            `mismatch/*` compares the two on tokens of age 0 alone, where both hold the same weights (k3 and nats); these keys
-            are absent when there are no such tokens.
+            `mismatch/*` compares the two on episodes whose every token has age 0, where both hold the same weights and no keys
+            and values of older ones are left (k3 and nats); these keys are absent when there are no such episodes.
 
         Raises:
             RuntimeError: the gradient norm is not finite.
@@ -100,13 +108,15 @@ class Learner:
         if metrics["tokens/trained"] != batch.total_tokens:
             found = f"{metrics['tokens/trained']:.0f}"
             raise ValueError(f"step {batch.step}: the batch announces {batch.total_tokens} trained tokens, its shards hold {found}")
-        return metrics | {"grad_norm": self._clip_gradients(batch.step), "lr": self._update(batch.step)}
+        grad_norm = self._clip_gradients(batch.step)
+        return metrics | {"grad_norm": grad_norm, "lr": self._update(batch.step)}
 
     def _backward(self, arrays: Batch, advantages_B: Tensor, batch: Shard, temperature: float) -> Trained:
         """Adds the gradient of one micro-batch. An empty one is run too: other ranks wait for its collectives."""
         ages = token_ages(arrays.versions_N, batch.step, self.lineage)
-        fields = (arrays.inputs_BT, arrays.positions_N, arrays.targets_N, arrays.rows_N, arrays.logprobs_N, ages)
-        inputs_BT, positions_N, targets_N, rows_N, behaviour_N, ages_N = (torch.from_numpy(x).to(self.device) for x in fields)
+        fresh = _of_fresh_rows(arrays.rows_N, ages)
+        fields = (arrays.inputs_BT, arrays.positions_N, arrays.targets_N, arrays.rows_N, arrays.logprobs_N, ages, fresh)
+        inputs_BT, positions_N, targets_N, rows_N, behaviour_N, ages_N, fresh_N = (torch.from_numpy(x).to(self.device) for x in fields)
         logprobs_N, entropy_N = self.model(inputs_BT, positions_N, targets_N, temperature)
         own_N = logprobs_N.detach()
         # REINFORCE has no ratio of its own, so that the correction has to cover all of π / μ: "old" is the trainer itself.
@@ -117,7 +127,7 @@ class Learner:
         loss_N = loss_N * weights_N * CORRECTIONS[self.config.correction](old_N, behaviour_N)
         # FSDP2 averages gradients over the ranks, while the weights make the loss a sum over them.
         (loss_N.sum() * self.device_mesh.size()).backward()
-        return Trained(loss_N.detach(), own_N, behaviour_N, entropy_N, clipped_N, ages_N)
+        return Trained(loss_N.detach(), own_N, behaviour_N, entropy_N, clipped_N, ages_N, fresh_N)
 
     def _clip_gradients(self, step: int) -> float:
         """Norm of the gradient over all ranks, before clipping."""
@@ -136,10 +146,18 @@ class Learner:
         return lr
 
 
+def _of_fresh_rows(rows_N: NDArray[np.int64], ages_N: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[N] whether no token of the row is older than the trainer's weights."""
+    oldest_B = np.zeros(rows_N.max(initial=-1) + 1, np.int64)
+    np.maximum.at(oldest_B, rows_N, ages_N)
+    fresh_N: NDArray[np.bool_] = oldest_B[rows_N] == 0
+    return fresh_N
+
+
 def _metrics(trained: list[Trained], packed: list[Batch], device_mesh: DeviceMesh) -> dict[str, float]:
     """Of all ranks' tokens, the same on every rank; one collective."""
-    loss_N, logprobs_N, behaviour_N, entropy_N, clipped_N, ages_N = (torch.cat(parts).double() for parts in zip(*trained, strict=True))
-    fresh_N = (ages_N == 0).double()
+    columns = (torch.cat(parts).double() for parts in zip(*trained, strict=True))
+    loss_N, logprobs_N, behaviour_N, entropy_N, clipped_N, ages_N, fresh_N = columns
     ratio_N = (logprobs_N - behaviour_N).exp()
     gap_N = (logprobs_N - behaviour_N).abs() * fresh_N
     kl_N = mismatch_kl(logprobs_N, behaviour_N) * fresh_N

@@ -131,6 +131,11 @@ def local_shards(model: PolicyModel) -> dict[str, Tensor]:
     return {name: p.to_local() if isinstance(p, DTensor) else p.data for name, p in model.causal_lm.named_parameters()}
 
 
+def full_tensors(model: PolicyModel) -> dict[str, Tensor]:
+    """Each weight whole, float32, on this rank's device; a collective."""
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p.data for name, p in model.causal_lm.named_parameters()}
+
+
 def save_pretrained(model: PolicyModel, path: str | Path, tokenizer_from: str, dtype: torch.dtype) -> None:
     """Writes a Hugging Face directory (safetensors, configs, tokenizer) in `dtype` from rank 0; all ranks must call it.
 

@@ -19,7 +19,7 @@ from monarch_rl.configure import write
 from monarch_rl.loop import train
 from monarch_rl.observe import console
 from monarch_rl.observe.metrics import GeneratorFigures, MetricsFile, trainer_figures
-from monarch_rl.observe.timeline import Span, Trace
+from monarch_rl.observe.timeline import Trace
 from monarch_rl.rendering import Renderer, model_directory
 from monarch_rl.supervise import NamedTimeout, answer, cause
 from monarch_rl.tasks import Score, load_task

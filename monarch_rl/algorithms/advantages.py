@@ -33,7 +33,7 @@ def grpo(rewards_PG: Tensor) -> Tensor:
 
 
 def rloo(rewards_PG: Tensor) -> Tensor:
-    """A_i = R_i − mean_{j≠i}(R_j) = g / (g − 1) · (R_i − mean(R)). Ahmadian et al. 2024, "Back to Basics" (2402.14740), eq. 8.
+    """A_i = R_i − mean_{j≠i}(R_j) = g / (g − 1) · (R_i − mean(R)). Ahmadian et al. 2024, "Back to Basics" (2402.14740), RLOO.
 
     For g scorable episodes |A| ≤ max(R) − min(R).
     """

@@ -46,6 +46,11 @@ class Piece:
     dtype: str
     """Of the engine's parameter, as torch names it: `float32`, `bfloat16`."""
 
+    def cut(self, whole: Tensor) -> Tensor:
+        """[rows, cols] of the whole checkpoint tensor, in the engine's dtype: what this copy must leave in the engine."""
+        rectangle = whole.reshape(whole.shape[0], -1)[self.row0 : self.row0 + self.rows, self.col0 : self.col0 + self.cols]
+        return rectangle.to(_dtype(self))
+
 
 @dataclass(frozen=True)
 class LoadPlan:

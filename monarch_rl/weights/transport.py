@@ -32,11 +32,28 @@ def cut(nbytes: int) -> list[slice]:
 
 def register(host: Tensor) -> list[RDMABuffer]:
     """Register a flat uint8 host tensor piece by piece. Once per tensor: memory stays registered for good."""
-    import monarch.rdma as rdma
+    from monarch.rdma import RDMABuffer
 
-    warnings.simplefilter("ignore", rdma.RDMATcpFallbackWarning)
+    _without_fallback_warning()
     with silent_stderr():
-        return [rdma.RDMABuffer(host[piece]) for piece in cut(host.numel())]
+        return [RDMABuffer(host[piece]) for piece in cut(host.numel())]
+
+
+async def warm_up() -> None:
+    """Start this process's RDMA manager now, where its complaints about a missing CUDA driver can be kept from the console."""
+    import torch
+    from monarch.rdma import RDMABuffer
+
+    _without_fallback_warning()
+    with silent_stderr():
+        await RDMABuffer(torch.zeros(1, dtype=torch.uint8)).drop()
+
+
+def _without_fallback_warning() -> None:
+    """Monarch sets the filter for its own warning anew when it is imported, so the environment cannot turn it off."""
+    from monarch.rdma import RDMATcpFallbackWarning
+
+    warnings.simplefilter("ignore", RDMATcpFallbackWarning)
 
 
 async def read(pieces: Sequence[tuple[Tensor, RDMABuffer]], *, deadline_s: int) -> None:
@@ -44,10 +61,9 @@ async def read(pieces: Sequence[tuple[Tensor, RDMABuffer]], *, deadline_s: int) 
 
     Raises whatever Monarch raises on a lost peer or after `deadline_s` seconds.
     """
-    import monarch.rdma as rdma
+    from monarch.rdma import RDMAAction
 
-    warnings.simplefilter("ignore", rdma.RDMATcpFallbackWarning)
-    action = rdma.RDMAAction()
+    action = RDMAAction()
     for local, remote in pieces:
         action.read_remote(local, remote)
     await action.submit(timeout=deadline_s)

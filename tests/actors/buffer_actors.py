@@ -12,6 +12,9 @@ class Bystander(Actor):
     """Waits for a lease."""
 
     @endpoint
+    async def ready(self) -> None: ...
+
+    @endpoint
     async def wait_for_lease(self, buffer: Any, worker: str) -> int:
         """Asks for a lease and does not wait for it; this process's id."""
         self._waiting = buffer.lease.call_one(worker)

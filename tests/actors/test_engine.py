@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from monarch_rl import engine as engine_module
 from monarch_rl.engine import Engine, EngineError, PromptTooLong
@@ -24,7 +24,7 @@ from monarch_rl.types import Generation, Sampling, Version
 from monarch_rl.weights.plan import LoadPlan, apply, layout, region_bytes, shard_rows, stage
 from monarch_rl.weights.slots import checksum
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 SHIPPED = Path(engine_module.__file__).parent / "assets" / "tiny_qwen3"
 CONTEXT = 256
@@ -42,7 +42,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=32,
         intermediate_size=96,
         tie_word_embeddings=False,
         max_position_embeddings=CONTEXT,
@@ -143,8 +143,9 @@ def reference_after(old: PreTrainedModel, new: PreTrainedModel, prompt: list[int
 async def tokens(engine: Engine, more: int) -> None:
     """Return once `more` tokens were sampled. Polls, because the engine says nothing before a request ends."""
     target = engine.stats().tokens + more
-    while engine.stats().tokens < target:  # noqa: ASYNC110
-        await asyncio.sleep(0.001)
+    async with asyncio.timeout(60):
+        while engine.stats().tokens < target:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -359,6 +360,15 @@ async def test_close_fails_what_is_pending(doomed: System) -> None:
 async def test_overrides_that_break_a_guarantee_are_refused(random_model: Path, overrides: dict[str, Any], message: str) -> None:
     engine = Engine(str(random_model), "float32", seed=0, overrides=overrides)
     with pytest.raises(EngineError, match=message):
+        await engine.start()
+
+
+async def test_a_model_that_this_machine_cannot_run_is_refused_at_start(random_model: Path, tmp_path: Path) -> None:
+    config = AutoConfig.from_pretrained(random_model)
+    config.head_dim = 16
+    config.save_pretrained(tmp_path)
+    engine = Engine(str(tmp_path), "float32", seed=0, overrides={})
+    with pytest.raises(EngineError, match=r"failed while starting: .*head_dim=16"):
         await engine.start()
 
 

@@ -1,0 +1,109 @@
+"""How a vLLM engine is set up here: which settings are ours, which are the user's, and what CPU needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from monarch_rl.weights.plan import Shape
+
+CPU_CONTEXT = 4096
+"""Tokens; the longest sequence on CPU unless the model's own limit is lower or `generator.engine.max_model_len` says otherwise."""
+CPU_KV_BYTES = 256 << 20
+"""The KV cache on CPU, unless one sequence of full length needs more."""
+CPU_BLOCK = 32
+"""Tokens per KV block on CPU: prefixes shorter than a block are never shared."""
+
+
+class EngineError(RuntimeError):
+    """The engine cannot do what was asked; after a failure it can do nothing any more."""
+
+
+def build_llm(model_path: str, dtype: str, seed: int, overrides: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    cpu = bool(current_platform.is_cpu())
+    if cpu:
+        _keep_weights_live()
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    arguments = _arguments(overrides, known, model=model_path, dtype=dtype, seed=seed)
+    if cpu:
+        arguments = _cpu_arguments(arguments)
+    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+
+
+def _keep_weights_live() -> None:
+    """On CPU vLLM packs the weights of linear layers and drops the parameters; a write to those would change nothing."""
+    import torch
+    import vllm.model_executor.layers.utils as layers
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    layers.dispatch_cpu_unquantized_gemm = plain
+
+
+def _arguments(overrides: dict[str, Any], known: set[str], **own: Any) -> dict[str, Any]:
+    """EngineArgs with the user's overrides, which may not undo what the versions and logprobs of tokens rest on."""
+    fixed = own | {
+        "load_format": "dummy",
+        "logprobs_mode": "processed_logprobs",
+        "async_scheduling": False,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "data_parallel_size": 1,
+    }
+    for key, value in overrides.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, 1)
+            raise EngineError(f"generator.engine.{key}: vLLM has no such setting" + (f"; did you mean {near[0]}?" if near else ""))
+        if key in fixed and value != fixed[key]:
+            raise EngineError(f"generator.engine.{key}: must be {fixed[key]!r} here, not {value!r}")
+    return {"disable_log_stats": True, **overrides, **fixed}
+
+
+def _cpu_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Add the defaults for CPU, where a prompt with a seed must be prefilled in one piece."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(arguments["model"]).get_text_config()
+    context = int(arguments.get("max_model_len", min(config.max_position_embeddings, CPU_CONTEXT)))
+    defaults = {
+        "enforce_eager": True,
+        "block_size": CPU_BLOCK,
+        "max_num_seqs": 256,
+        "max_model_len": context,
+        "max_num_batched_tokens": max(context, 4096),
+        "kv_cache_memory_bytes": max(CPU_KV_BYTES, _kv_bytes(config, context, arguments["dtype"])),
+        "enable_chunked_prefill": False,
+    }
+    merged = defaults | arguments
+    if merged["enable_chunked_prefill"]:
+        raise EngineError("generator.engine.enable_chunked_prefill: must be False on CPU, where a split prompt cannot have a seed")
+    if merged["max_num_batched_tokens"] < context:
+        raise EngineError(f"generator.engine.max_num_batched_tokens: must be at least max_model_len={context} on CPU")
+    return merged
+
+
+def _kv_bytes(config: Any, context: int, dtype: str) -> int:
+    """Keys and values of one sequence of full length, and of two blocks that vLLM keeps for itself."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    tokens = (-(-context // CPU_BLOCK) + 2) * CPU_BLOCK
+    return int(2 * config.num_hidden_layers * heads * size * tokens * (4 if dtype == "float32" else 2))
+
+
+def tensor_shapes(model_path: str) -> dict[str, Shape]:
+    """Name → shape of what a trainer holds of this model; tied tensors once."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

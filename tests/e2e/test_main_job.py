@@ -1,0 +1,123 @@
+"""The main job as a user starts it: a short run of `recipe=grpo_qwen`, and what it must leave behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STEPS = 8
+SHORT = f"steps={STEPS} buffer.prompts_per_step=16 eval.prompts=64 eval.every=4 trainer.warmup_steps=2 console.rollouts_every=4".split()  # noqa: SIM905
+
+PROMISED = """
+step version wall_s reward/mean reward/std reward/frac_dead_groups episode/tokens_mean episode/tokens_max episode/frac_truncated
+loss/policy grad_norm lr entropy ratio/mean ratio/max age/mean age/max lag/mean lag/max buffer/fill buffer/dropped time/step_s
+time/wait_batch_s time/train_s sync/stage_s sync/pull_s sync/pause_s sync/bytes tokens/generated tokens/trained
+throughput/generated_tok_s throughput/trained_tok_s idle/generator idle/trainer
+""".split()  # noqa: SIM905
+
+
+def monarch_rl(*arguments: str, cwd: Path, deadline_s: float = 240) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "monarch_rl.run", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=deadline_s, stdin=subprocess.DEVNULL)
+
+
+class Run:
+    def __init__(self, folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+        self.folder, self.done = folder, done
+        self.rows: list[dict[str, Any]] = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        self.groups: list[dict[str, Any]] = [json.loads(line) for line in (folder / "rollouts.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    home = tmp_path_factory.mktemp("main")
+    done = monarch_rl("recipe=grpo_qwen", *SHORT, cwd=home)
+    assert done.returncode == 0, done.stderr
+    return Run(home / "runs" / "grpo_qwen", done)
+
+
+def test_rows_are_one_per_step_with_the_promised_keys(run: Run) -> None:
+    assert [row["step"] for row in run.rows] == list(range(STEPS + 1))
+    assert "eval/accuracy" in run.rows[0]
+    assert "eval/accuracy" in run.rows[-1]
+    assert run.rows[0]["eval/version"] == "0.0"
+    assert run.rows[-1]["eval/version"] == f"0.{STEPS}"
+    for row in run.rows[1:]:
+        assert [key for key in PROMISED if key not in row] == []
+
+
+def test_no_token_is_older_than_allowed_and_some_are_old(run: Run) -> None:
+    ages = [row["age/max"] for row in run.rows[1:]]
+    assert max(ages) <= 2
+    assert max(ages) > 0, "nothing was asynchronous"
+
+
+def test_every_step_trains_its_own_prompts_once(run: Run) -> None:
+    ordinals = [group["ordinal"] for group in run.groups]
+    assert len(ordinals) == len(set(ordinals)) == STEPS * 16
+    assert ordinals == sorted(ordinals), "window 1 trains in order"
+
+
+def test_generation_goes_on_while_weights_arrive(run: Run) -> None:
+    """Some episodes were sampled by more than one version, and tokens were produced between a pull's start and its swap."""
+    assert any(row["episode/frac_mixed_versions"] > 0 for row in run.rows[1:])
+    assert run.rows[-1]["sync/tokens_during_pulls"] > 0
+
+
+def test_the_console_says_what_matters_and_nothing_else(run: Run) -> None:
+    lines = run.done.stdout.splitlines()
+    assert lines[0].startswith("profile cpu")
+    assert sum(line.startswith("step ") for line in lines) == STEPS + 1
+    assert lines[-1].startswith("done: model in ")
+    assert run.done.stderr == ""
+
+
+def test_the_timeline_is_a_chrome_trace(run: Run) -> None:
+    events = json.loads((run.folder / "timeline.json").read_text())["traceEvents"]
+    lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert lanes == {"trainer 0", "generator 0"}
+    names = {event["name"] for event in events if event["ph"] == "X"}
+    assert names == {"wait", "train", "stage", "generate", "pull", "swap"}
+
+
+def test_the_model_loads_in_transformers(run: Run) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "model")
+    assert sum(p.numel() for p in model.parameters()) == 603_456
+    assert AutoTokenizer.from_pretrained(run.folder / "model").eos_token_id == model.generation_config.eos_token_id
+
+
+def test_the_written_config_runs_again_on_the_trained_model(run: Run, tmp_path: Path) -> None:
+    """`config.yaml` re-runs, the model directory serves as `model.path` for trainer and vLLM, and max_age=0 is synchronous."""
+    again = monarch_rl(
+        f"recipe={run.folder / 'config.yaml'}",
+        f"model.path={run.folder / 'model'}",
+        "output_dir=again",
+        "steps=3",
+        "buffer.max_age=0",
+        "generator.temperature=0.7",
+        cwd=tmp_path,
+    )
+    assert again.returncode == 0, again.stderr
+    rows = Run(tmp_path / "again", again).rows
+    for row in rows[1:]:
+        assert row["age/max"] == 0
+        assert row["lag/max"] == 0
+        assert row["mismatch/max_abs"] <= 1e-4
+        assert row["mismatch/mean_abs"] <= 2e-6
+        assert row["mismatch/kl"] <= 1e-9
+
+
+def test_max_age_one_is_the_double_buffer_with_two_ranks_and_two_replicas(tmp_path: Path) -> None:
+    wide = ["steps=4", "buffer.max_age=1", "trainer.ranks=2", "generator.replicas=2", "weights.every=2"]
+    done = monarch_rl("recipe=grpo_qwen", *SHORT, *wide, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = Run(tmp_path / "runs" / "grpo_qwen", done).rows
+    assert max(row["age/max"] for row in rows[1:]) == 1
+    assert len({row["tokens/trained"] for row in rows[1:]}) > 1
