@@ -39,10 +39,11 @@ class Generator(Actor):
     async def start(self) -> LoadPlan:
         """Build the engine; the plan says which rectangles of which checkpoint tensors its parameters are made of."""
         from monarch_rl.engine import Engine
+        from monarch_rl.rendering import model_directory
 
-        self._engine = Engine(
-            self._config.model.path, self._config.model.dtype, seed=self._config.seed, overrides=dict(self._config.generator.engine)
-        )
+        config = self._config
+        directory = str(model_directory(config.model.path))
+        self._engine = Engine(directory, config.model.dtype, seed=config.seed, overrides=dict(config.generator.engine))
         self._plan = await self._engine.start()
         return self._plan
 

@@ -17,19 +17,22 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import transformers
 
 from monarch_rl.tasks.arithmetic import Arithmetic, operands
 from monarch_rl.tasks.tiny import EOS, PAD, build_model, build_tokenizer, tiny_path
 from monarch_rl.types import Prompt, Split
 
 BATCH = 32
-LEARNING_RATE = 2e-3
+SKILL_LR = 2e-3
 WARM_UP_STEPS = 20
 SKILL = 0.8
 """Sampled accuracy that ends the first phase."""
 MAX_SKILL_STEPS = 1500
 CHECK_EVERY = 25
-MIXTURE_STEPS = 40
+MIXTURE_LR = 1e-3
+"""Falls to 0 over the second phase, so that the skill survives it."""
+MIXTURE_STEPS = 50
 DIRECT = 0.8
 """Share of answers without a scratchpad in the second phase."""
 MAX_NEW_TOKENS = 96
@@ -50,16 +53,16 @@ class WarmStart:
         self.task = Arithmetic(seed=seed)
         self.tokenizer = build_tokenizer()
         self.model = build_model(seed)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=SKILL_LR, betas=(0.9, 0.98), weight_decay=0.01)
         self.rng = random.Random(seed)
         self.ordinal = 0
         self.step = 0
 
-    def train(self, demonstration: Demonstration, lr_scale: float) -> float:
+    def train(self, demonstration: Demonstration, lr: float) -> float:
         """One optimizer step on `BATCH` fresh demonstrations; the loss of their tokens in nats."""
         self.step += 1
         for group in self.optimizer.param_groups:
-            group["lr"] = LEARNING_RATE * lr_scale
+            group["lr"] = lr
         ids_BT, labels_BT = self._batch([(p, demonstration(p)) for p in self._prompts(BATCH)])
         logits_BTV = self.model(input_ids=ids_BT).logits
         loss = F.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=-100)
@@ -120,11 +123,11 @@ def build(seed: int, say: Callable[[str], None]) -> WarmStart:
         if work.step == MAX_SKILL_STEPS:
             raise RuntimeError(f"accuracy {skill:.2f} after {work.step} steps, below {SKILL}: try another --seed")
         for _ in range(CHECK_EVERY):
-            loss = work.train(scratchpad, min(1.0, (work.step + 1) / WARM_UP_STEPS))
+            loss = work.train(scratchpad, SKILL_LR * min(1.0, (work.step + 1) / WARM_UP_STEPS))
         skill = work.accuracy_on_fresh(256)
         say(f"scratchpads: step {work.step:4d}  loss {loss:.3f}  accuracy {skill:.3f}  {time.monotonic() - started:.0f} s")
     for step in range(MIXTURE_STEPS):
-        loss = work.train(work.mixture, 1 - step / MIXTURE_STEPS)  # decays, so that the skill survives
+        loss = work.train(work.mixture, MIXTURE_LR * (1 - step / MIXTURE_STEPS))
     say(f"mixture: step {work.step:4d}  loss {loss:.3f}  {time.monotonic() - started:.0f} s")
     return work
 
@@ -135,11 +138,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
     work = build(options.seed, lambda line: print(line, flush=True))
     model = work.model.to(torch.bfloat16)
     model.save_pretrained(options.out)
     work.tokenizer.save_pretrained(options.out)
     print(f"held-out accuracy at temperature 1: {split_accuracy(model.float(), work.tokenizer, 'eval', 1024):.3f}")
+    (options.out / "model.safetensors").chmod(0o644)
     print(f"wrote {options.out} ({sum(f.stat().st_size for f in options.out.iterdir()) / 1e6:.2f} MB)")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -216,9 +215,10 @@ async def test_the_child_dies_with_its_parent_in_the_middle_of_a_reward(user_fil
     from monarch_rl.types import Prompt
     asyncio.run(RewardProcess({f"{user_file}:Odd"!r}, {{}}, 0).score(Prompt(0, ""), "helper {tmp_path}/pids", 60))
     """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)]) as parent:
-        await eventually(lambda: (tmp_path / "pids").exists() and " " in (tmp_path / "pids").read_text(), 20)
-        parent.kill()
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", textwrap.dedent(program))
+    await eventually(lambda: (tmp_path / "pids").exists() and " " in (tmp_path / "pids").read_text(), 20)
+    parent.kill()
+    await parent.wait()
     child, helper = map(int, (tmp_path / "pids").read_text().split())
     await eventually(lambda: gone(child))
     os.kill(helper, signal.SIGKILL)  # the reward's own children are ended by a deadline, not by the parent's death

@@ -17,7 +17,8 @@ from monarch_rl.tasks.tiny import EOS, PAD, tiny_path
 from monarch_rl.types import Message
 
 TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>{% generation %}{{ m['content'] }}{% endgeneration %}{{ eos_token }}{% endfor %}"
+    "{{ bos_token }}{% for m in messages %}<{{ m['role'] }}>"
+    "{% generation %}{{ m['content'] }}{% endgeneration %}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 MESSAGES: list[Message] = [{"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": "#4"}, {"role": "user", "content": "why"}]
@@ -131,5 +132,6 @@ def test_a_hub_name_that_cannot_be_had_is_named(name: str) -> None:
 
 
 def test_rendering_text_imports_neither_torch_nor_transformers() -> None:
-    program = "import sys; from monarch_rl.rendering import Renderer; Renderer('tiny').render('1+1='); print({'torch', 'transformers'} & {*sys.modules})"
+    use = "from monarch_rl.rendering import Renderer; Renderer('tiny').render('1+1=')"
+    program = f"import sys; {use}; print({{'torch', 'transformers'}} & {{*sys.modules}})"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
