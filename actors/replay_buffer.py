@@ -13,6 +13,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from monarch.actor import Actor, endpoint
@@ -20,6 +21,7 @@ from monarch.actor import Actor, endpoint
 from monarch_rl.config import Config
 from monarch_rl.groups import check_ages, describe, figures, judge, make_shards
 from monarch_rl.ledger import AgeError, Ledger, Lost
+from monarch_rl.observe.rollouts import RolloutsFile
 from monarch_rl.types import Group, Lease, Prompt, Shard
 
 if TYPE_CHECKING:
@@ -67,6 +69,7 @@ class ReplayBuffer(Actor):
         self._barren_notes: deque[str] = deque(maxlen=3)  # ... and what the last of them looked like
         self._recent: deque[Group] = deque(maxlen=RECENT)
         self._figures: dict[int, dict[str, float]] = {}
+        self._rollouts = RolloutsFile(Path(config.output_dir) / "rollouts.jsonl")
 
     @endpoint(explicit_response_port=True)
     async def lease(self, port: Port[tuple[Lease, Prompt] | None], worker: str) -> None:
@@ -159,6 +162,7 @@ class ReplayBuffer(Actor):
     async def close(self) -> None:
         """Nothing more is given: waiting workers get None, waiting ranks an error."""
         self._ended = self._ended or "the replay buffer is closed"
+        self._rollouts.close()
         self._pump()
 
     def _pump(self) -> None:
@@ -184,7 +188,8 @@ class ReplayBuffer(Actor):
         if self._ended or self._ledger.over:
             while self._idle:
                 self._idle.popleft()[0].send(None)
-        step = self._ledger.trained_steps
+        # What a generator can hold at best: opening a lease earlier would only use up its deadline at the generator's gate.
+        step = self._ledger.trained_steps - self._ledger.trained_steps % self._config.weights.every
         while self._idle and (ordinal := self._ledger.next_ordinal(step)) is not None:
             if ordinal not in self._prompts:
                 self._fetch()
@@ -222,6 +227,7 @@ class ReplayBuffer(Actor):
         counts = self._ledger.counts
         buffer = {"buffer/fill": self._ledger.fill, "buffer/dropped": float(counts.dropped), "buffer/leased": float(counts.leased)}
         reasons = {f"buffer/dropped_{reason}": float(n) for reason, n in self._ledger.dropped.items()}
+        self._rollouts.write(step, groups)
         self._figures[step] = figures(step, groups, self._barren) | buffer | reasons
         self._figures.pop(step - FIGURES_KEPT, None)
         self._barren = []

@@ -51,7 +51,10 @@ def check_ages(groups: Iterable[Group], step: int, max_age: int, lineage: int = 
 
 
 def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int) -> list[Shard]:
-    """Deal the episodes of a batch to the ranks; those without a trained token (unscorable, empty) are in no shard.
+    """Deal the episodes of a batch to the ranks.
+
+    In no shard are episodes without a trained token (unscorable, empty), and dead groups: every advantage is a difference to
+    the rest of the group, so theirs are 0. Their tokens count in the denominators all the same.
 
     Args:
         groups: of the whole batch, in the order of `Shard.rewards_PG`.
@@ -62,8 +65,9 @@ def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int) -> 
     width = max(len(group.episodes) for group in groups)
     rewards_PG = np.stack([np.pad(g.rewards_G, (0, width - len(g.episodes)), constant_values=np.nan) for g in groups])
     rewards_PG[~np.isfinite(rewards_PG)] = np.nan
-    trained = [(p, g, e) for p, group in enumerate(groups) for g, e in enumerate(group.episodes) if trained_mask(e).any()]
-    total_tokens = sum(int(trained_mask(e).sum()) for _, _, e in trained)
+    live = [judge(group) == "trainable" for group in groups]
+    trained = [(p, g, e) for p, group in enumerate(groups) if live[p] for g, e in enumerate(group.episodes) if trained_mask(e).any()]
+    tokens_P = [sum(int(trained_mask(e).sum()) for e in group.episodes) for group in groups]
     shards = []
     for runs in pack([len(e.ids_T) for _, _, e in trained], ranks, budget):
         mine = [trained[i] for run in runs for i in run]
@@ -75,7 +79,8 @@ def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int) -> 
                 places=[(p, g) for p, g, _ in mine],
                 microbatches=[list(range(start, start + len(run))) for start, run in zip(starts, runs, strict=False)],
                 rewards_PG=rewards_PG,
-                total_tokens=total_tokens,
+                total_tokens=sum(tokens_P),
+                left_out_tokens=sum(tokens for tokens, alive in zip(tokens_P, live, strict=True) if not alive),
                 total_episodes=int(np.isfinite(rewards_PG).sum()),
                 ordinals=[group.ordinal for group in groups],
             )

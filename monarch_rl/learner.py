@@ -105,9 +105,10 @@ class Learner:
             advantages_B = torch.tensor([float(advantages_PG[batch.places[i]]) for i in indices])
             trained.append(self._backward(arrays, advantages_B, batch, temperature))
         metrics = _metrics(trained, packed, self.device_mesh)
-        if metrics["tokens/trained"] != batch.total_tokens:
+        announced = batch.total_tokens - batch.left_out_tokens
+        if metrics["tokens/trained"] != announced:
             found = f"{metrics['tokens/trained']:.0f}"
-            raise ValueError(f"step {batch.step}: the batch announces {batch.total_tokens} trained tokens, its shards hold {found}")
+            raise ValueError(f"step {batch.step}: the batch announces {announced} trained tokens, its shards hold {found}")
         grad_norm = self._clip_gradients(batch.step)
         return metrics | {"grad_norm": grad_norm, "lr": self._update(batch.step)}
 

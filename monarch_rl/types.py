@@ -147,5 +147,7 @@ class Shard:
     """Sampled tokens of all scorable episodes of the whole batch: the global token-mean denominator."""
     total_episodes: int
     """Scorable episodes of the whole batch."""
+    left_out_tokens: int = 0
+    """Of `total_tokens`, those that no rank has to look at: of dead groups, whose advantages are all 0."""
     ordinals: list[int] = field(default_factory=list)
     """Of the groups of the whole batch, in order of `rewards_PG`."""

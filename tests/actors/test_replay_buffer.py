@@ -57,7 +57,7 @@ async def make(processes: Any, tmp_path: Path) -> AsyncIterator[Make]:
     buffers = []
 
     def spawn(*, steps: int = 10, ranks: int = 1, deadline_s: float = 60.0, attempts: int = 3, task_args: Any = None, **buffer: Any) -> Any:
-        config = Config(steps=steps, task=f"{tmp_path / 'count.py'}:Count", task_args=task_args or {})
+        config = Config(steps=steps, output_dir=str(tmp_path), task=f"{tmp_path / 'count.py'}:Count", task_args=task_args or {})
         config.buffer.prompts_per_step, config.buffer.max_age = 2, 1
         for key, value in buffer.items():
             setattr(config.buffer, key, value)

@@ -70,6 +70,14 @@ def test_shards_deal_every_trained_episode_once(ranks: int) -> None:
         np.testing.assert_array_equal(shard.rewards_PG, [[1, 0, np.nan, np.nan], [1, 0, 0, np.nan]])
 
 
+def test_dead_groups_cost_no_forward_pass_but_count_in_the_denominators() -> None:
+    """Case 52 with `buffer.dead_groups=keep`: the loss is that of a batch in which they were trained with advantage 0."""
+    groups = [group(0, episode(1.0, tokens=3), episode(1.0, tokens=4)), group(1, episode(1.0, tokens=2), episode(0.0, tokens=5))]
+    (shard,) = make_shards(groups, step=1, ranks=1, budget=64)
+    assert sorted(shard.places) == [(1, 0), (1, 1)]
+    assert (shard.total_tokens, shard.left_out_tokens, shard.total_episodes) == (14, 7, 4)
+
+
 def test_ages_are_checked_token_by_token() -> None:
     """Cases 27, 28: one token that is too old is found and its prompt is named; so is one from the future."""
     fresh, old = group(1, episode(1.0, steps=[4, 6])), group(2, episode(1.0, steps=[5, 6]), episode(0.0, tokens=3, steps=[3, 4, 5]))
