@@ -113,7 +113,8 @@ class RolloutWorker(Actor):
         replica = min(range(len(self._load)), key=self._load.__getitem__)
         self._load[replica] += len(seeds)
         try:
-            return await self._generators[replica].generate.call_one(ids, self._sampling, seeds, min_step)
+            generations: list[Generation] = await self._generators[replica].generate.call_one(ids, self._sampling, seeds, min_step)
+            return generations
         finally:
             self._load[replica] -= len(seeds)
 

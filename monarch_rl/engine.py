@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from monarch_rl.engine_setup import EngineError, build_llm, tensor_shapes
+from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, tensor_shapes
 from monarch_rl.types import Generation, Sampling, Version
 
 if TYPE_CHECKING:
@@ -63,6 +63,8 @@ def engine_environment(cpu: bool) -> dict[str, str]:
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # NUMA binding is told to everybody
+        "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher",
     }
     # With more threads than idle cores torch spins: one thread is 10 to 40 times faster. Compiling helps nothing in eager mode.
     return common | ({"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if cpu else {})
@@ -288,6 +290,7 @@ class Engine:
         start = time.perf_counter()
         with torch.no_grad():
             write(self._views)
+            pack(self._experts)
         if self._views[0].is_cuda:
             torch.cuda.synchronize()  # the staging memory is free to be filled again when this returns
         self._llm.set_weight_version(str(version.pack()))
@@ -303,6 +306,8 @@ class Engine:
         return fingerprints(self._plan, self._views)
 
     def _build(self) -> LoadPlan:
+        from vllm.config import set_current_vllm_config
+
         from monarch_rl.weights.plan import record
 
         if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
@@ -312,8 +317,11 @@ class Engine:
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
         self._warm_up()
         self._count_tokens()
-        model = self._llm.model_executor.driver_worker.worker.model_runner.model
-        self._plan, self._views = record(model, tensor_shapes(self._model_path))
+        (model,) = self._llm.apply_model(lambda model: model)
+        self._experts = experts_to_pack(model)
+        # Some of vLLM's models are built on transformers' classes and look for the configuration wherever one is made.
+        with set_current_vllm_config(self._llm.vllm_config):
+            self._plan, self._views = record(model, tensor_shapes(self._model_path))
         return self._plan
 
     def _warm_up(self) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from monarch_rl.weights.plan import Shape
 
 CPU_CONTEXT = 4096
@@ -28,6 +31,7 @@ def build_llm(model_path: str, dtype: str, seed: int, overrides: dict[str, Any])
 
     cpu = bool(current_platform.is_cpu())
     if cpu:
+        logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # there is no Triton for CPUs
         _keep_weights_live()
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     arguments = _arguments(overrides, known, model=model_path, dtype=dtype, seed=seed)
@@ -45,6 +49,32 @@ def _keep_weights_live() -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
     layers.dispatch_cpu_unquantized_gemm = plain
+
+
+def experts_to_pack(model: Any) -> list[tuple[Tensor, str]]:
+    """(weights, instruction set) of the experts that vLLM packs in place on CPU; plain copies undo that, see `pack`.
+
+    Raises:
+        EngineError: experts laid out in any other way, which a swap could not repeat.
+    """
+    layers = [module for module in model.modules() if hasattr(module, "w13_weight")]
+    if not layers:
+        return []
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    kernels = [getattr(getattr(layer.quant_method, "moe_kernel", None), "fused_experts", None) for layer in layers]
+    if not all(isinstance(kernel, CPUUnquantizedExperts) for kernel in kernels):
+        raise EngineError("a mixture-of-experts model whose experts vLLM lays out for another kernel than its CPU one: not supported yet")
+    packed = [(layer, kernel.isa) for layer, kernel in zip(layers, kernels, strict=True) if kernel and not kernel._use_zentorch]
+    return [(weight.data, isa) for layer, isa in packed for weight in (layer.w13_weight, layer.w2_weight)]
+
+
+def pack(experts: list[tuple[Tensor, str]]) -> None:
+    """Turn freshly written experts into what vLLM's CPU kernel reads."""
+    for weights, isa in experts:
+        from vllm._custom_ops import cpu_prepack_moe_weight
+
+        weights.copy_(cpu_prepack_moe_weight(weights.clone(), isa))
 
 
 def _arguments(overrides: dict[str, Any], known: set[str], **own: Any) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from monarch_rl.algorithms.logprobs import token_logprobs
 from monarch_rl.config import UserError
+from monarch_rl.rendering import local_directory
 
 disable_progress_bar()  # several ranks would draw over each other and over the console
 
@@ -51,16 +51,12 @@ def resolve_path(path: str) -> str:
     Raises:
         UserError: a directory without config.json, or something that is neither a directory nor can name a Hub model.
     """
-    if path == "tiny":
-        return str(files("monarch_rl") / "assets" / "tiny_qwen3")
-    directory = Path(path).expanduser()
-    if directory.is_dir():
-        if not (directory / "config.json").is_file():
-            raise UserError(f"model.path={path}: the directory has no config.json, so it is no Hugging Face model")
-        return str(directory)
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise UserError(f"model.path={path}: no such directory")
-    return path
+    directory = local_directory(path)
+    if directory is None:
+        return path
+    if not (directory / "config.json").is_file():
+        raise UserError(f"model.path={path}: the directory has no config.json, so it is no Hugging Face model")
+    return str(directory)
 
 
 def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:

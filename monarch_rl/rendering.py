@@ -88,14 +88,31 @@ class Renderer:
         return token["content"] if isinstance(token, dict) else token
 
 
-def model_directory(model_path: str) -> Path:
-    """Local directory with the tokenizer and configuration of `tiny`, of a directory, or of a hub name (fetched to the hub's cache)."""
+def local_directory(model_path: str) -> Path | None:
+    """Directory behind `model.path`: of the built-in `tiny` or a local one; None for what can only be a hub name.
+
+    Raises:
+        UserError: it is written like a path, and there is no such directory.
+    """
     if model_path == "tiny":
         return tiny_path()
-    if Path(model_path).expanduser().is_dir():
-        return Path(model_path).expanduser()
-    if model_path.startswith((".", "/", "~")) or model_path.count("/") > 1:
+    directory = Path(model_path).expanduser()
+    if directory.is_dir():
+        return directory
+    if model_path.startswith((".", "/", "~")) or model_path.count("/") > 1 or not model_path:
         raise UserError(f"model.path={model_path}: there is no such directory")
+    return None
+
+
+def model_directory(model_path: str) -> Path:
+    """Local directory with the tokenizer and configuration of a model; those of a hub name are fetched to the hub's cache.
+
+    Raises:
+        UserError: neither here nor on the hub.
+    """
+    directory = local_directory(model_path)
+    if directory is not None:
+        return directory
     from huggingface_hub import snapshot_download
 
     try:

@@ -218,9 +218,10 @@ class Session:
         for lane, recorded in spans.items():
             self._trace.add(lane, recorded)
         row: dict[str, Any] = {"step": step, "version": str(Version(0, step)), "wall_s": round(time.monotonic() - self._started, 3)}
-        row |= stats | self._generator_figures.row(step, reports)
+        row |= {**stats, **self._generator_figures.row(step, reports)}
         if step:
-            row |= await answer(self._buffer.stats.call_one(step), "replay buffer (stats)", 60.0)
+            figures: dict[str, float] = await answer(self._buffer.stats.call_one(step), "replay buffer (stats)", 60.0)
+            row |= figures
         evaluated, self._evaluated = self._evaluated, {}
         return row | evaluated
 
@@ -243,13 +244,13 @@ class Session:
     async def _wait(self, who: str, waited: Awaitable[Any]) -> Any:
         """Await something of the start, unless a process dies meanwhile."""
         task = asyncio.ensure_future(waited)
-        done, _ = await asyncio.wait({task, self._fault}, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-        if task in done:
-            return task.result()
-        task.cancel()
-        if self._fault in done:
-            self._fault.result()
-        raise NamedTimeout(who, START_DEADLINE_S)
+        try:
+            done, _ = await asyncio.wait({task, self._fault}, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise NamedTimeout(who, START_DEADLINE_S)
+            return task.result() if task in done else self._fault.result()
+        finally:
+            task.cancel()
 
 
 async def _reply(future: Any) -> Any:
@@ -315,10 +316,11 @@ class Interrupt:
     def watch(self) -> None:
         """Handle signals in the running loop, for the running task."""
         loop, main = asyncio.get_running_loop(), asyncio.current_task()
+        assert main is not None
         for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
             loop.add_signal_handler(number, self._on_signal, loop, main, code)
 
-    def _on_signal(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[None], code: int) -> None:
+    def _on_signal(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any], code: int) -> None:
         if self._asked:
             os._exit(code)
         self._asked, self.exit_code = True, code

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-T_co = TypeVar("T_co", covariant=True)
+if TYPE_CHECKING:
+    from monarch.actor import Future
+
 T = TypeVar("T")
-
-
-class Reply(Protocol[T_co]):
-    """A Monarch future."""
-
-    def as_asyncio(self) -> asyncio.Future[T_co]: ...
-
-    def get(self, timeout: float | None = None) -> T_co: ...
 
 
 class NamedTimeout(Exception):
@@ -24,7 +18,7 @@ class NamedTimeout(Exception):
         super().__init__(f"no answer from {who} within {deadline_s:g} s")
 
 
-async def answer(reply: Reply[T], who: str, deadline_s: float) -> T:
+async def answer(reply: Future[T], who: str, deadline_s: float) -> T:
     """The reply of an actor, awaited at most `deadline_s` seconds.
 
     Raises:
@@ -36,7 +30,7 @@ async def answer(reply: Reply[T], who: str, deadline_s: float) -> T:
         raise NamedTimeout(who, deadline_s) from None
 
 
-def answer_blocking(reply: Reply[T], who: str, deadline_s: float) -> T:
+def answer_blocking(reply: Future[T], who: str, deadline_s: float) -> T:
     """`answer` for actors without an event loop."""
     try:
         return reply.get(timeout=deadline_s)

@@ -12,7 +12,9 @@ from monarch_rl.engine import engine_environment
 from monarch_rl.observe.quiet import silent_stderr
 
 if TYPE_CHECKING:
-    from monarch.actor import HostMesh, Point, ProcMesh
+    from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
+    from monarch._rust_bindings.monarch_hyperactor.shape import Point
+    from monarch.actor import HostMesh, ProcMesh
 
 # Monarch's own settings are read when it is imported: a dead process is noticed within a second, and stopping takes seconds.
 MONARCH_ENVIRONMENT = {
@@ -87,7 +89,7 @@ def spawn(on: HostMesh, processes: Processes, environment: Mapping[str, str]) ->
     """Start processes whose environment is set before Python starts, so that torch and CUDA see it when they are imported."""
     from monarch.actor import default_bootstrap_cmd
 
-    def command(point: Point) -> object:
+    def command(point: Point) -> BootstrapCommand:
         rank = point[processes.dim]
         devices = {"CUDA_VISIBLE_DEVICES": str(processes.gpus[rank])} if processes.gpus else {"CUDA_VISIBLE_DEVICES": ""}
         return default_bootstrap_cmd().with_env({**environment, **devices})

@@ -46,7 +46,7 @@ class Offer:
 
 def checksum(piece: Tensor) -> int:
     """64-bit xxh3 of a flat uint8 host tensor, as a signed integer (fits an int64 tensor)."""
-    digest = xxhash.xxh3_64_intdigest(memoryview(piece.numpy()))
+    digest = xxhash.xxh3_64_intdigest(piece.numpy().data)
     return digest - (1 << 64) if digest >= 1 << 63 else digest
 
 

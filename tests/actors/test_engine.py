@@ -14,7 +14,15 @@ import pytest
 import pytest_asyncio
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from monarch_rl import engine as engine_module
 from monarch_rl.engine import Engine, EngineError, PromptTooLong
@@ -187,7 +195,8 @@ async def test_after_a_swap_the_engine_holds_the_trainers_weights(system: System
     system.train()
     await system.publish()
     trainer = dict(system.model.named_parameters())
-    live = dict(system.engine._llm.model_executor.driver_worker.worker.model_runner.model.named_parameters())
+    (model,) = system.engine._llm.apply_model(lambda model: model)
+    live = dict(model.named_parameters())
     layer = "model.layers.1"
     qkv = torch.cat([trainer[f"{layer}.self_attn.{part}_proj.weight"] for part in "qkv"])
     assert torch.equal(live[f"{layer}.self_attn.qkv_proj.weight"], qkv)
@@ -368,6 +377,30 @@ async def test_a_model_that_this_machine_cannot_run_is_refused_at_start(random_m
     engine = Engine(str(tmp_path), "float32", seed=0, overrides={})
     with pytest.raises(EngineError, match=r"failed while starting: .*head_dim=16"):
         await engine.start()
+
+
+async def test_experts_are_packed_again_after_every_swap(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=81,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        moe_intermediate_size=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.2,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    system = await started(tmp_path)
+    for _ in range(2):
+        await system.publish()
+        (generation,) = await system.generate([[1, 2, 3]], Sampling(32))
+        assert (torch.from_numpy(generation.logprobs_T) - reference(system.model, [1, 2, 3], generation)).abs().max() <= 1e-4
+        system.train()
+    await system.engine.close()
 
 
 async def test_too_little_kv_memory_costs_time_but_changes_no_token(random_model: Path, doomed: System) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 STEPS = 8
-SHORT = f"steps={STEPS} buffer.prompts_per_step=16 eval.prompts=64 eval.every=4 trainer.warmup_steps=2 console.rollouts_every=4".split()  # noqa: SIM905
+SHORT = f"steps={STEPS} buffer.prompts_per_step=16 eval.prompts=64 eval.every=4 trainer.warmup_steps=2 console.rollouts_every=4".split()
 
 PROMISED = """
 step version wall_s reward/mean reward/std reward/frac_dead_groups episode/tokens_mean episode/tokens_max episode/frac_truncated
@@ -102,16 +102,25 @@ def test_the_written_config_runs_again_on_the_trained_model(run: Run, tmp_path: 
         "steps=3",
         "buffer.max_age=0",
         "generator.temperature=0.7",
+        "eval.prompts=0",
         cwd=tmp_path,
     )
     assert again.returncode == 0, again.stderr
     rows = Run(tmp_path / "again", again).rows
     for row in rows[1:]:
         assert row["age/max"] == 0
-        assert row["lag/max"] == 0
         assert row["mismatch/max_abs"] <= 1e-4
         assert row["mismatch/mean_abs"] <= 2e-6
         assert row["mismatch/kl"] <= 1e-9
+    assert not overlaps(tmp_path / "again" / "timeline.json", "generate", "train"), "max_age=0 must alternate strictly"
+    assert overlaps(run.folder / "timeline.json", "generate", "train"), "the default run must not"
+
+
+def overlaps(timeline: Path, one: str, other: str) -> bool:
+    """Whether any span named `one` shares time with one named `other`."""
+    spans = [e for e in json.loads(timeline.read_text())["traceEvents"] if e["ph"] == "X"]
+    ours, theirs = ([(s["ts"], s["ts"] + s["dur"]) for s in spans if s["name"] == name] for name in (one, other))
+    return any(a < d and c < b for a, b in ours for c, d in theirs)
 
 
 def test_max_age_one_is_the_double_buffer_with_two_ranks_and_two_replicas(tmp_path: Path) -> None:
