@@ -47,7 +47,8 @@ class Trainer(Actor):
 
         cuda = torch.cuda.is_available()
         if cuda:
-            torch.cuda.set_device(0)  # each process sees one device
+            torch.cuda.init()  # or the device mesh would choose a device by LOCAL_RANK, while each process sees just one
+            torch.cuda.set_device(0)
         else:
             torch.set_num_threads(int(self._config.cluster.cpu_threads))
         dist.init_process_group("nccl" if cuda else "gloo")
