@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, tensor_shapes
+from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, tensor_shapes, unpack
 from monarch_rl.types import Generation, Sampling, Version
 
 if TYPE_CHECKING:
@@ -268,7 +268,7 @@ class Engine:
         self._doing = "admitting a request"
         # The salt keeps a prefix that other weights computed from being found in the cache.
         prompt = tokens_input(ids, cache_salt=str(self._version))
-        self._requests[name] = (future, self._llm.add_request(name, prompt, _params(sampling, seed, room)))
+        self._requests[name] = (future, self._llm.add_request(name, prompt, request_parameters(sampling, seed, room)))
 
     def _abort(self, name: str) -> None:
         from vllm.v1.engine import FinishReason
@@ -295,15 +295,27 @@ class Engine:
             torch.cuda.synchronize()  # the staging memory is free to be filled again when this returns
         self._llm.set_weight_version(str(version.pack()))
         self._version = version
+        self._salt_anew()
         pause_s = time.perf_counter() - start
         self._swaps += 1
         self._pause_s += pause_s
         return pause_s
 
+    def _salt_anew(self) -> None:
+        """What waits in vLLM's queue will be computed by the new weights, and must not find prefixes that the old ones computed."""
+        for request in self._llm.engine_core.engine_core.scheduler.requests.values():
+            if request.num_computed_tokens == 0:
+                request.cache_salt = str(self._version)
+                request.block_hashes = []
+                request.update_block_hashes()
+
     def _fingerprints(self) -> dict[str, int]:
         from monarch_rl.weights.slots import fingerprints
 
-        return fingerprints(self._plan, self._views)
+        unpack(self._experts)
+        prints = fingerprints(self._plan, self._views)
+        pack(self._experts)
+        return prints
 
     def _build(self) -> LoadPlan:
         from vllm.config import set_current_vllm_config
@@ -328,7 +340,7 @@ class Engine:
         """Sample one token: what this machine cannot run is to fail now and not at the first request."""
         from vllm.inputs.engine import tokens_input
 
-        self._llm.add_request("warm-up", tokens_input([0]), _params(Sampling(1), 0, 1))
+        self._llm.add_request("warm-up", tokens_input([0]), request_parameters(Sampling(1), 0, 1))
         while self._llm.has_unfinished_requests():
             self._llm.step()
 
@@ -345,7 +357,8 @@ class Engine:
         core.get_output = counted
 
 
-def _params(sampling: Sampling, seed: int, room: int) -> Any:
+def request_parameters(sampling: Sampling, seed: int, room: int) -> Any:
+    """vLLM's SamplingParams of one episode; `room` is how many tokens may be sampled."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
