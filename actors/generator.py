@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from monarch_rl.weights.pull import Puller
     from monarch_rl.weights.slots import Offer, SlotBuffers
 
+REPORT_S = 0.1
+"""Finished generations are reported together, at most so long after the first of them."""
+
 
 class Generator(Actor):
     def __init__(self, config: Config, replica: int, metrics: Metrics) -> None:
@@ -33,6 +36,7 @@ class Generator(Actor):
         self.name = f"generator {replica}"
         self._arrived: asyncio.Event = asyncio.Event()
         self._pulls = GeneratorReport(replica)
+        self._report_due: asyncio.TimerHandle | None = None
         self._following: asyncio.Task[None] | None = None
 
     @concurrent_endpoint
@@ -58,7 +62,7 @@ class Generator(Actor):
             generations = await asyncio.gather(*[self._engine.generate(ids, sampling, seed) for seed in seeds])
         for generation in generations:
             generation.replica = self._replica
-        self._report()
+        self._report_soon()
         return generations
 
     @concurrent_endpoint
@@ -133,8 +137,15 @@ class Generator(Actor):
         pulls.tokens_during_pulls += tokens_meanwhile
         self._report()
 
+    def _report_soon(self) -> None:
+        if self._report_due is None:
+            self._report_due = asyncio.get_running_loop().call_later(REPORT_S, self._report)
+
     def _report(self) -> None:
         """Tell the metrics actor; fire and forget, so that nobody ever waits for a generator to learn how it is."""
+        if self._report_due is not None:
+            self._report_due.cancel()
+            self._report_due = None
         stats = self._engine.stats()
         self._pulls.tokens, self._pulls.idle_s = stats.tokens, stats.idle_s
         self._metrics.report.broadcast(self._pulls, timeline.drain())

@@ -1,4 +1,4 @@
-"""RolloutWorker: turns leased prompts into scored groups.
+"""RolloutWorker: turns leased prompts into scored groups, turn by turn where the task has an environment.
 
 Owns: nothing that outlives a group. Holds the leases it works on.
 Promises: every lease it takes is answered with `put`, `fail` or `drop`; one failing group never takes another with it.
@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
@@ -21,9 +22,13 @@ from monarch_rl.supervise import answer, cause
 from monarch_rl.types import Episode, Generation, Group, Lease, Prompt, Sampling, Version
 
 if TYPE_CHECKING:
+    from monarch.actor import Future
+
     from actors.generator import Generator
     from actors.replay_buffer import ReplayBuffer
     from actors.scorer import Scorer
+    from monarch_rl.tasks import Observation
+    from monarch_rl.trajectory import Trajectory
 
 
 @dataclass(slots=True)
@@ -48,10 +53,20 @@ class Evaluation:
             self.last = span[1] if self.last is None else max(self.last, span[1])
 
 
-def episode_seed(run_seed: int, purpose: str, ordinal: int, attempt: int, index: int) -> int:
-    """A sampling seed of its own for every episode: 63 bits of a hash, the same on every machine."""
-    digest = hashlib.blake2b(f"{run_seed}/{purpose}/{ordinal}/{attempt}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+def episode_seed(run_seed: int, purpose: str, ordinal: int, attempt: int, index: int, turn: int = 0) -> int:
+    """A sampling seed of its own for every turn of every episode: 63 bits of a hash, the same on every machine."""
+    name = f"{run_seed}/{purpose}/{ordinal}/{attempt}/{index}" + (f"/{turn}" if turn else "")
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+async def together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all at once. The first failure ends the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for one in work:
+                tasks.create_task(one)
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 class RolloutWorker(Actor):
@@ -61,10 +76,10 @@ class RolloutWorker(Actor):
 
         self._config, self._buffer, self._generators, self._scorers = config, buffer, generators, scorers
         self.name = f"rollout {current_rank().rank}"
-        self._renderer = Renderer(config.model.path)
+        self._renderer = Renderer.of(config.model)
         self._task = load_task(config.task, config.task_args, config.seed)
         self._load = [0] * len(generators)
-        self._scored = 0
+        self._asked = [0] * len(scorers)
         self._sampling = Sampling(config.generator.max_new_tokens, config.generator.temperature, self._renderer.stop_ids)
 
     @concurrent_endpoint
@@ -101,48 +116,92 @@ class RolloutWorker(Actor):
             await self._buffer.put.call_one(lease, group)
 
     async def _roll(self, prompt: Prompt, episodes: int, min_step: int, purpose: str, attempt: int) -> Group:
-        """Generate and score the episodes of one prompt."""
+        """Generate and score the episodes of one prompt. Their first turns are one message to the generator."""
+        from monarch_rl.tasks import Completion, component, has_environment
+        from monarch_rl.trajectory import Trajectory
+
         ids = self._renderer.render(prompt.content)
-        seeds = [episode_seed(self._config.seed, purpose, prompt.ordinal, attempt, index) for index in range(episodes)]
-        generations = await self._generate(ids, seeds, min_step)
-        group = Group(prompt, [self._episode(ids, generation) for generation in generations])
+        seeds = [partial(episode_seed, self._config.seed, purpose, prompt.ordinal, attempt, index) for index in range(episodes)]
+        generations = await self._generate(ids, self._sampling, [seed() for seed in seeds], min_step)
+        rolled = [Trajectory(ids) for _ in seeds]
+        for trajectory, generation in zip(rolled, generations, strict=True):
+            self._append(trajectory, generation)
+        if has_environment(component(self._task, prompt)):
+            await together([self._play(prompt, *each, min_step) for each in zip(rolled, seeds, strict=True)])
+        group = Group(prompt, [t.episode(Completion(self._text(t), t.turns)) for t in rolled])
         await self._score(group)
         return group
 
-    async def _generate(self, ids: list[int], seeds: list[int], min_step: int) -> list[Generation]:
-        replica = min(range(len(self._load)), key=self._load.__getitem__)
-        self._load[replica] += len(seeds)
+    async def _play(self, prompt: Prompt, trajectory: Trajectory, seed: Callable[..., int], min_step: int) -> None:
+        """Turn after turn, until the environment ends the episode, or its token budget or the context does."""
+        from monarch_rl.engine import PromptTooLong
+
+        while not trajectory.truncated:
+            content, trajectory.error = await self._observe(prompt, trajectory.turns)
+            if content is None:
+                return
+            left = self._sampling.max_new_tokens - trajectory.sampled_tokens
+            trajectory.truncated = left == 0
+            if trajectory.truncated:
+                return
+            told = self._renderer.continuation(content, after=trajectory.last_id)
+            sampling, seeds = replace(self._sampling, max_new_tokens=left), [seed(turn=len(trajectory.turns))]
+            try:
+                (generation,) = await self._generate(trajectory.ids + told, sampling, seeds, min_step, trajectory.replica)
+            except ActorError as error:
+                if not isinstance(error.exception, PromptTooLong):
+                    raise
+                trajectory.truncated = True
+                return
+            trajectory.append_told(told)
+            self._append(trajectory, generation)
+
+    def _append(self, trajectory: Trajectory, generation: Generation) -> None:
+        trajectory.append_sampled(generation, self._renderer.decode(generation.ids_T.tolist()))
+
+    def _text(self, trajectory: Trajectory) -> str:
+        return trajectory.turns[0] if len(trajectory.turns) == 1 else self._renderer.decode(trajectory.new_ids)
+
+    async def _generate(
+        self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int, replica: int | None = None
+    ) -> list[Generation]:
+        """By the replica that has least to do, or by one that has seen the beginning before."""
+        chosen = min(range(len(self._load)), key=self._load.__getitem__) if replica is None else replica
+        self._load[chosen] += len(seeds)
         try:
-            generations: list[Generation] = await self._generators[replica].generate.call_one(ids, self._sampling, seeds, min_step)
+            generations: list[Generation] = await self._generators[chosen].generate.call_one(ids, sampling, seeds, min_step)
             return generations
         finally:
-            self._load[replica] -= len(seeds)
+            self._load[chosen] -= len(seeds)
 
-    def _episode(self, prompt_ids: list[int], generation: Generation) -> Episode:
-        import numpy as np
-
-        from monarch_rl.types import NOT_SAMPLED
-
-        prompt, sampled = len(prompt_ids), len(generation.ids_T)
-        return Episode(
-            ids_T=np.concatenate([np.asarray(prompt_ids, np.int32), generation.ids_T]),
-            loss_mask_T=np.arange(prompt + sampled) >= prompt,
-            logprobs_T=np.concatenate([np.zeros(prompt, np.float32), generation.logprobs_T]),
-            versions_T=np.concatenate([np.full(prompt, NOT_SAMPLED, np.int64), generation.versions_T]),
-            text=self._renderer.decode(generation.ids_T.tolist()),
-            truncated=generation.finish_reason == "length",
-        )
+    async def _observe(self, prompt: Prompt, turns: list[str]) -> Observation:
+        observation: Observation = await self._ask_scorer(prompt, 1, lambda scorer: scorer.observe.call_one(prompt, turns))
+        return observation
 
     async def _score(self, group: Group) -> None:
-        fixed = self._task.truncated_reward
-        asked = [e for e in group.episodes if not (e.truncated and fixed is not None)]
+        from monarch_rl.tasks import component
+
+        fixed = component(self._task, group.prompt).truncated_reward
+        asked = []
         for episode in group.episodes:
-            episode.reward = fixed
-        if not asked:
-            return
-        scorer = self._scorers[self._scored % len(self._scorers)]
-        self._scored += 1
-        asked_for = scorer.score.call_one(group.prompt, [e.text for e in asked])
-        scores = await answer(asked_for, f"scorer (prompt {group.ordinal})", self._config.rollout.deadline_s)
-        for episode, score in zip(asked, scores, strict=True):
+            if episode.truncated and fixed is not None:
+                episode.reward = fixed
+            elif episode.error is None:
+                asked.append(episode)
+        parts = min(len(self._scorers), len(asked))
+        await together([self._judge(group.prompt, asked[part::parts]) for part in range(parts)])
+
+    async def _judge(self, prompt: Prompt, episodes: list[Episode]) -> None:
+        texts = [episode.text for episode in episodes]
+        scores = await self._ask_scorer(prompt, len(texts), lambda scorer: scorer.score.call_one(prompt, texts))
+        for episode, score in zip(episodes, scores, strict=True):
             episode.reward, episode.error = score.reward, score.error
+
+    async def _ask_scorer(self, prompt: Prompt, episodes: int, ask: Callable[[Scorer], Future[Any]]) -> Any:
+        """By the scorer that has least to do; each takes one episode at a time."""
+        chosen = min(range(len(self._asked)), key=self._asked.__getitem__)
+        self._asked[chosen] += episodes
+        try:
+            return await answer(ask(self._scorers[chosen]), f"scorer (prompt {prompt.ordinal})", self._config.rollout.deadline_s)
+        finally:
+            self._asked[chosen] -= episodes

@@ -1,9 +1,9 @@
-"""Scorer: judges completions in a child process.
+"""Scorer: judges episodes, and speaks for their environments, in a child process.
 
-Owns: one reward process, which it replaces when a reward ends it or has to be ended.
-Promises: an answer for every completion, within a deadline each: a finite reward, or none and the reason.
-Called by: RolloutWorker, any number at once; they take turns completion by completion.
-May be blocked by: the reward, until its deadline.
+Owns: one reward process, which it replaces when a task ends it or has to be ended.
+Promises: an answer for every episode, within a deadline each: a finite reward (an observation), or none and the reason.
+Called by: RolloutWorker, any number at once; they take turns episode by episode.
+May be blocked by: the task's `reward` and `observe`, until their deadline.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
-from monarch_rl.tasks import Score
+from monarch_rl.tasks import Observation, Score, TaskSpec
 from monarch_rl.tasks.reward_process import RewardProcess
 from monarch_rl.types import Prompt
 
 
 class Scorer(Actor):
-    def __init__(self, task_spec: str, task_args: dict[str, Any], seed: int, deadline_s: float) -> None:
+    def __init__(self, task_spec: TaskSpec, task_args: dict[str, Any], seed: int, deadline_s: float) -> None:
         self._process = RewardProcess(task_spec, task_args, seed)
         self._deadline_s = deadline_s
 
@@ -31,6 +31,11 @@ class Scorer(Actor):
     async def score(self, prompt: Prompt, completions: list[str]) -> list[Score]:
         """One score per completion, in order."""
         return [await self._process.score(prompt, completion, self._deadline_s) for completion in completions]
+
+    @concurrent_endpoint
+    async def observe(self, prompt: Prompt, turns: list[str]) -> Observation:
+        """What the environment answers to the last of an episode's turns."""
+        return await self._process.observe(prompt, turns, self._deadline_s)
 
     @endpoint
     async def shut(self) -> None:

@@ -26,6 +26,10 @@ class ModelConfig:
     """Hugging Face directory or hub name of a causal LM; `tiny` is the built-in 0.6 M Qwen3"""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """of the generator, and of the trainer's forward and backward; the optimizer's weights are float32"""
+    system_prompt: str = ""
+    """first message of every chat prompt that has no system message of its own"""
+    chat_template: dict[str, Any] = field(default_factory=dict)
+    """arguments of the model's chat template, e.g. model.chat_template.enable_thinking=false"""
 
 
 @dataclass
@@ -152,8 +156,8 @@ class Config:
     """where everything of this run goes"""
     close_deadline_s: float = 10.0
     """seconds that an orderly close may take before processes are ended"""
-    task: str = "arithmetic"
-    """name of a built-in task, or path/to/file.py:name"""
+    task: Any = "arithmetic"
+    """a built-in task, reasoning_gym:NAME, path/to/file.py:NAME, or a mixture: [{name: arithmetic, weight: 3, args: {}}, ...]"""
     task_args: dict[str, Any] = field(default_factory=dict)
     """arguments of the task"""
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -207,6 +211,8 @@ class Key:
             return "mapping"
         if get_origin(self.hint) is tuple:
             return f"{len(get_args(self.hint))} numbers"
+        if self.hint is Any:
+            return "str, list"
         return str(self.hint.__name__)
 
     @property
@@ -263,6 +269,9 @@ LEAST = {
 MAY_BE_ZERO = {"trainer.weight_decay", "trainer.max_grad_norm", "trainer.clip_low", "trainer.clip_high"}
 """Numbers that are not simply above 0."""
 
+TASK_PART_KEYS = ("name", "weight", "args")
+"""Of one part of a mixture in `task`."""
+
 OWN_ENGINE_ARGUMENTS = {"model": "model.path", "dtype": "model.dtype", "seed": "seed", "tensor_parallel_size": ""}
 """Arguments of vLLM that follow from another key (or, where that is empty, are not for the user)."""
 
@@ -279,6 +288,7 @@ def validate(config: Config) -> None:
         instead = OWN_ENGINE_ARGUMENTS[name]
         raise ConfigError(f"generator.engine.{name}: not passed on to vLLM; " + (f"set {instead}" if instead else "leave it out"))
     _check_ages(config)
+    _check_task(config)
     trainer = config.trainer
     if config.generator.group_size < 2:
         raise ConfigError(f"generator.group_size: must be at least 2, for trainer.advantage={trainer.advantage} compares within a group")
@@ -305,6 +315,26 @@ def _check_value(key: Key, value: Any) -> None:
 
 def _is_number(value: Any, hint: type) -> bool:
     return isinstance(value, (int, hint)) and not isinstance(value, bool)
+
+
+def _check_task(config: Config) -> None:
+    """A name, or a list of parts whose keys and values are right. Which names there are is known to `tasks` alone."""
+    if isinstance(config.task, str) and config.task:
+        return
+    if not isinstance(config.task, list) or not config.task:
+        raise ConfigError(f"task: must be a name, or a list of {{name: ..., weight: ..., args: ...}}, got {config.task!r}")
+    if config.task_args:
+        raise ConfigError("task_args: a mixture takes none; give each part of task its own args")
+    for at, part in enumerate(config.task):
+        if not isinstance(part, dict) or not isinstance(part.get("name"), str):
+            raise ConfigError(f"task[{at}]: must be a mapping with a name, got {part!r}")
+        if unknown := part.keys() - TASK_PART_KEYS:
+            raise ConfigError(f"task[{at}]: unknown key {sorted(unknown)[0]!r}; a part has {', '.join(TASK_PART_KEYS)}")
+        weight = part.get("weight", 1)
+        if not _is_number(weight, float) or not math.isfinite(weight) or weight <= 0:
+            raise ConfigError(f"task[{at}].weight: must be a finite number above 0, got {weight!r}")
+        if not isinstance(part.get("args", {}), dict):
+            raise ConfigError(f"task[{at}].args: must be a mapping, got {part['args']!r}")
 
 
 def _check_ages(config: Config) -> None:

@@ -177,7 +177,7 @@ def _parse_argument(argument: str) -> tuple[str, Any]:
             raise ConfigError(f"unknown option {argument!r}; options are --help, --print, --dry-run, settings are key=value")
         raise ConfigError(f"{COMMAND_LINE}: {argument!r} has no '='; settings are key=value, e.g. seed=0")
     key = schema().get(name)
-    if key and (key.hint is str or key.choices):
+    if key and (key.hint is str or key.choices or (key.hint is Any and not text.startswith("["))):
         return name, text
     try:
         return name, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
@@ -287,6 +287,8 @@ def show(value: Any) -> str:
             return {True: "true", False: "false", None: "null"}[value]
         case list() | tuple():
             return f"[{', '.join(show(item) for item in value)}]"
+        case dict():
+            return f"{{{', '.join(f'{key}: {show(item)}' for key, item in value.items())}}}"
     return str(value)
 
 
@@ -308,9 +310,32 @@ def help_table(width: int) -> str:
     return "\n".join(blocks)
 
 
+def markdown_page() -> str:
+    """Every key as docs/configuration.md; `python -m monarch_rl.configure > docs/configuration.md` writes it."""
+    lines = [
+        "# Configuration: every key",
+        "",
+        "Written by `python -m monarch_rl.configure > docs/configuration.md`. Where a key is set more than once, the last of these counts:",
+        "default, recipe, its profile, command line. `--print` shows each value and where it came from.",
+    ]
+    section = None
+    for key in schema().values():
+        if (of := key.name.rpartition(".")[0]) != section:
+            section = of
+            lines += ["", f"## `{of}`" if of else "## The run", "| key | type | default | meaning |", "|---|---|---|---|"]
+        name = f"{key.name}.*" if key.free else key.name
+        kind = " \\| ".join(f"`{choice}`" for choice in key.choices) or key.kind
+        lines.append(f"| `{name}` | {kind} | `{show(key.default)}` | {key.help} |")
+    return "\n".join(lines)
+
+
 def provenance_table(resolved: Resolved) -> str:
     """Every value and where it came from."""
     rows = [(key, show(value), resolved.sources[key]) for key, value in flatten(asdict(resolved.config))]
     wide = max(len(key) for key, _, _ in rows)
     value_wide = max(len(value) for _, value, _ in rows if len(value) <= 24)
     return "\n".join(f"  {key:<{wide}}  {value:<{value_wide}}  {source}" for key, value, source in rows)
+
+
+if __name__ == "__main__":
+    print(markdown_page())

@@ -77,6 +77,29 @@ def pack(experts: list[tuple[Tensor, str]]) -> None:
         weights.copy_(cpu_prepack_moe_weight(weights.clone(), isa))
 
 
+def unpack(experts: list[tuple[Tensor, str]]) -> None:
+    """Undo `pack`, so that the weights can be compared with a trainer's."""
+    for weights, isa in experts:
+        flat = weights.flatten(1)
+        flat[:, _packed_order(weights, isa)] = flat.clone()
+
+
+def _packed_order(weights: Tensor, isa: str) -> Tensor:
+    """For each place of an expert's packed weights, the place that its element had before: packing the numbers of the places tells."""
+    import torch
+    from vllm._custom_ops import cpu_prepack_moe_weight
+
+    one_expert = weights[:1]
+    bits = 8 * weights.itemsize
+    integer = {16: torch.int16, 32: torch.int32}[bits]
+    numbers = torch.arange(one_expert.numel()).view(one_expert.shape)
+    order = torch.zeros(one_expert.numel(), dtype=torch.int64)
+    for shift in range(0, 32, bits):  # bits of a number are carried as if they were a weight
+        carried = cpu_prepack_moe_weight((numbers >> shift).to(integer).view(weights.dtype), isa)
+        order |= (carried.reshape(-1).view(integer).long() & ((1 << bits) - 1)) << shift
+    return order
+
+
 def _arguments(overrides: dict[str, Any], known: set[str], **own: Any) -> dict[str, Any]:
     """EngineArgs with the user's overrides, which may not undo what the versions and logprobs of tokens rest on."""
     fixed = own | {

@@ -7,20 +7,24 @@ processes that never touch a tensor. Chat templates are rendered by transformers
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from monarch_rl.config import UserError
-from monarch_rl.tasks.tiny import tiny_path
+from monarch_rl.config import ModelConfig, UserError
+from monarch_rl.tasks.tiny import TINY_MODELS, tiny_path
 from monarch_rl.types import Message
 
 TOKENIZER_FILES = ["*.json", "*.jinja", "*.model", "*.txt"]
 OTHER_TOKENIZERS = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 """What a directory may hold instead of tokenizer.json."""
+
+TURN = "⁂turn⁂"
+"""Stands for a sampled turn where only what follows it is rendered."""
 
 
 class Renderer:
@@ -30,8 +34,11 @@ class Renderer:
     pad_id – the tokenizer's padding id, or its first stop id where it has none.
     """
 
-    def __init__(self, model_path: str) -> None:
+    def __init__(self, model_path: str, system_prompt: str = "", template_arguments: Mapping[str, Any] | None = None) -> None:
+        """`system_prompt`, `template_arguments`: see `model.system_prompt` and `model.chat_template` in the configuration."""
         self.directory = model_directory(model_path)
+        self._system_prompt = system_prompt
+        self._template_arguments = dict(template_arguments or {})
         self._settings = _json(self.directory / "special_tokens_map.json") | _json(self.directory / "tokenizer_config.json")
         self._tokenizer = _load_tokenizer(self.directory)
         self._tokenizer.no_truncation()  # some files carry the settings of their last user
@@ -42,22 +49,59 @@ class Renderer:
         pad = self._token_id("pad_token")
         self.pad_id = self.stop_ids[0] if pad is None else pad
 
+    @classmethod
+    def of(cls, model: ModelConfig) -> Renderer:
+        return cls(model.path, model.system_prompt, model.chat_template)
+
     def render(self, content: str | list[Message]) -> list[int]:
         """Ids of raw text as it stands (no special tokens added), or of messages up to where the assistant's turn begins."""
-        text = content if isinstance(content, str) else self._chat(content)
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        if not isinstance(content, str):
+            return self._encode(self._chat(content))
+        if self._system_prompt or self._template_arguments:
+            raise UserError("model.system_prompt and model.chat_template are for chat messages, but the task asks in raw text")
+        return self._encode(content)
+
+    def continuation(self, content: str | list[Message], after: int) -> list[int]:
+        """Ids of what an environment says, to follow a sampled turn that ended with the id `after`; the turn is not rendered again.
+
+        Raw text stands as it is. Messages come with the template's markup, from the end of the assistant's turn (not doubled
+        where `after` is that end) to where its next turn begins.
+
+        Raises:
+            UserError: the template does not show what the assistant said.
+        """
+        if isinstance(content, str):
+            return self._encode(content)
+        said = self._chat([{"role": "user", "content": "-"}, {"role": "assistant", "content": TURN}, *content])
+        _, found, tail = said.partition(TURN)
+        if not found:
+            raise UserError(
+                f"the chat template in {self.directory} leaves out what the assistant said: it cannot be continued turn by turn"
+            )
+        ids = self._encode(tail)
+        return ids[1:] if ids[:1] == [after] else ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text without special tokens."""
         return self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=True)
 
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return ids
+
     def _chat(self, messages: list[Message]) -> str:
         if self._chat_template is None:
             raise UserError(f"the task asks in chat messages, but the tokenizer in {self.directory} has no chat template")
+        for name in self._template_arguments:
+            if not re.search(rf"\b{re.escape(name)}\b", self._chat_template):
+                raise UserError(f"model.chat_template.{name}: the chat template in {self.directory} has no such argument")
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        if self._system_prompt and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self._system_prompt}, *messages]
         specials: dict[str, Any] = {role: text for role in self._settings if role.endswith("_token") and (text := self._special(role))}
-        rendered: Any = render_jinja_template([messages], chat_template=self._chat_template, add_generation_prompt=True, **specials)
+        arguments = specials | self._template_arguments
+        rendered: Any = render_jinja_template([messages], chat_template=self._chat_template, add_generation_prompt=True, **arguments)
         return str(rendered[0][0])  # (texts, spans), of one conversation
 
     @cached_property
@@ -89,13 +133,13 @@ class Renderer:
 
 
 def local_directory(model_path: str) -> Path | None:
-    """Directory behind `model.path`: of the built-in `tiny` or a local one; None for what can only be a hub name.
+    """Directory behind `model.path`: of a built-in one (`tiny`) or a local one; None for what can only be a hub name.
 
     Raises:
         UserError: it is written like a path, and there is no such directory.
     """
-    if model_path == "tiny":
-        return tiny_path()
+    if model_path in TINY_MODELS:
+        return tiny_path(model_path)
     directory = Path(model_path).expanduser()
     if directory.is_dir():
         return directory

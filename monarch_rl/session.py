@@ -18,8 +18,9 @@ from monarch_rl.config import Config, UserError
 from monarch_rl.configure import write
 from monarch_rl.loop import train
 from monarch_rl.observe import console
-from monarch_rl.observe.metrics import GeneratorFigures, MetricsFile, trainer_figures
-from monarch_rl.observe.timeline import Trace
+from monarch_rl.observe.live import make_console
+from monarch_rl.observe.metrics import GeneratorFigures, GeneratorReport, MetricsFile, trainer_figures
+from monarch_rl.observe.timeline import Span, Trace
 from monarch_rl.rendering import Renderer, model_directory
 from monarch_rl.supervise import NamedTimeout, answer, cause
 from monarch_rl.tasks import Score, load_task
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 START_DEADLINE_S = 900.0
 """A large model may take minutes to load."""
+LOOK_S = 0.5
+"""Between two looks at the generators, for the console and the timeline."""
 
 
 class ActorDied(Exception):
@@ -53,9 +56,11 @@ class Session:
         self._generator_figures = GeneratorFigures()
         self._metrics_file = MetricsFile(self.output_dir / "metrics.jsonl")
         self._trace = Trace()
+        self.console = make_console(config)
 
     async def __aenter__(self) -> Session:
         try:
+            self.console.start()
             await self._start()
         except BaseException:
             await self.close()
@@ -82,6 +87,7 @@ class Session:
         try:
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(self._watch(), name="watch")
+                look = tasks.create_task(self._look(), name="look")
                 tasks.create_task(self._record_rows(), name="records")
                 for generator in self._generators:
                     tasks.create_task(_reply(generator.follow.call_one(self._publishers, self._slots, self._plan_digest)))
@@ -89,6 +95,7 @@ class Session:
                 yield
                 await self._rest()
                 watch.cancel()
+                look.cancel()
         except BaseExceptionGroup as group:
             raise _first(group) from None
 
@@ -96,7 +103,7 @@ class Session:
         replies = await self._trainers.step.call(step)
         ranks = list(replies.values())
         for rank, (_, spans) in enumerate(ranks):
-            self._trace.add(f"trainer {rank}", spans)
+            self._spans(f"trainer {rank}", spans)
         self._step = step
         return trainer_figures([figures for figures, _ in ranks])
 
@@ -126,6 +133,7 @@ class Session:
 
     async def close(self) -> None:
         """End everything: rollouts, engines, trainers, meshes. Takes at most `close_deadline_s`."""
+        self.console.close()
         self._fault.cancel()
         for task in self._evaluations:
             task.cancel()
@@ -207,16 +215,30 @@ class Session:
             step, stats = item
             row = await self._row(step, stats)
             self._metrics_file.write(row)
-            console.say(console.step_line(row, self.config.steps))
+            self.console.row(row)
             every = self.config.console.rollouts_every
             if every and step and step % every == 0:
-                for line in console.rollout_lines(await self._buffer.samples.call_one(2)):
-                    console.say(line)
+                self.console.rollouts(await self._buffer.samples.call_one(console.SAMPLES))
 
-    async def _row(self, step: int, stats: Mapping[str, float]) -> dict[str, Any]:
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._reports()
+
+    async def _reports(self) -> list[GeneratorReport]:
+        """The latest report of each generator; their spans go where spans go."""
         reports, spans = await answer(self._metrics.collect.call_one(), "metrics", 60.0)
         for lane, recorded in spans.items():
-            self._trace.add(lane, recorded)
+            self._spans(lane, recorded)
+        self.console.reports(self._step, reports)
+        return reports
+
+    def _spans(self, lane: str, spans: list[Span]) -> None:
+        self._trace.add(lane, spans)
+        self.console.spans(lane, spans)
+
+    async def _row(self, step: int, stats: Mapping[str, float]) -> dict[str, Any]:
+        reports = await self._reports()
         row: dict[str, Any] = {"step": step, "version": str(Version(0, step)), "wall_s": round(time.monotonic() - self._started, 3)}
         row |= {**stats, **self._generator_figures.row(step, reports)}
         if step:
@@ -347,7 +369,7 @@ def dry_run(config: Config) -> list[str]:
     Raises:
         UserError: names the key and what is wrong with it.
     """
-    renderer = Renderer(config.model.path)
+    renderer = Renderer.of(config.model)
     task = load_task(config.task, config.task_args, config.seed)
     prompt = task.prompt(0, "train")
     ids = renderer.render(prompt.content)

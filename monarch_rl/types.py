@@ -61,8 +61,23 @@ class Sampling:
     """Ids that end a turn; the one that was sampled is part of the generation and is trained."""
 
 
+class _Compact:
+    """Pickles one-dimensional arrays as bytes. Thousands of small ones pass between processes; numpy's own way takes five times as long."""
+
+    __slots__: tuple[str, ...] = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        values = [getattr(self, name) for name in type(self).__slots__]
+        return _unpack, (type(self), [(v.dtype.str, v.tobytes()) if isinstance(v, np.ndarray) else v for v in values])
+
+
+def _unpack(cls: type[_Compact], values: list[Any]) -> _Compact:
+    # A bytearray, since arrays over bytes could not be written to.
+    return cls(*[np.frombuffer(bytearray(v[1]), v[0]) if type(v) is tuple else v for v in values])
+
+
 @dataclass(slots=True)
-class Generation:
+class Generation(_Compact):
     """One model call: the sampled ids with the logprob and the version behind each."""
 
     ids_T: NDArray[np.int32]
@@ -75,7 +90,7 @@ class Generation:
 
 
 @dataclass(slots=True)
-class Episode:
+class Episode(_Compact):
     """One trajectory: prompt, sampled tokens and observations in one sequence."""
 
     ids_T: NDArray[np.int32]

@@ -12,19 +12,33 @@ import importlib.util
 import inspect
 import random
 import sys
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from monarch_rl.config import UserError
-from monarch_rl.types import Prompt, Split
+from monarch_rl.types import Message, Prompt, Split
 
-BUILT_IN = {"arithmetic": "Arithmetic", "gsm8k": "GSM8K"}
+BUILT_IN = {"arithmetic": "Arithmetic", "calculator": "Calculator", "gsm8k": "GSM8K"}
 """Class of each task of this package, by the name of its module."""
 HELD_OUT = 8
 """One key in this many is held out by `held_out`."""
+TaskSpec = str | list[dict[str, Any]]
+"""As `task` in the configuration: a name, or of a mixture `name`, `weight` and `args` of each part."""
+
+
+class Completion(str):
+    """The text of an episode after its prompt: what the model wrote and, between its turns, what it was told. No special tokens."""
+
+    turns: tuple[str, ...]
+    """What the model wrote, turn by turn; one turn where there is no environment."""
+
+    def __new__(cls, text: str, turns: Sequence[str] | None = None) -> Self:
+        made = super().__new__(cls, text)
+        made.turns = (text,) if turns is None else tuple(turns)
+        return made
 
 
 class Task(Protocol):
@@ -47,9 +61,17 @@ class Task(Protocol):
         """
         ...
 
-    def reward(self, prompt: Prompt, completion: str) -> float:
-        """Judges one completion (text without special tokens). Runs in a process of its own; raising makes the episode unscorable."""
+    def reward(self, prompt: Prompt, completion: Completion) -> float:
+        """Judges one episode. Runs in a process of its own; raising makes the episode unscorable."""
         ...
+
+    def observe(self, prompt: Prompt, turns: Sequence[str]) -> str | list[Message] | None:
+        """What the environment answers to the model's last turn: text or messages, as `Prompt.content` is; None ends the episode.
+
+        Optional: without it an episode has one turn. Pure, given what the model wrote turn by turn, so that an episode can be
+        continued anywhere; runs where the reward does and fails as it does.
+        """
+        return None
 
 
 class Score(NamedTuple):
@@ -57,6 +79,18 @@ class Score(NamedTuple):
 
     reward: float | None
     error: str | None = None
+
+
+class Observation(NamedTuple):
+    """What became of one turn: what the environment answers (None: the episode is over), or why there is no answer (one line)."""
+
+    content: str | list[Message] | None
+    error: str | None = None
+
+
+def has_environment(task: Task) -> bool:
+    """Whether the task has an `observe` of its own."""
+    return type(task).observe is not Task.observe
 
 
 def held_out(key: str) -> bool:
@@ -80,12 +114,24 @@ def _permutation(size: int, seed: int | str, epoch: int) -> list[int]:
     return random.Random(f"{seed}/{epoch}").sample(range(size), size)
 
 
-def load_task(spec: str, args: dict[str, Any], seed: int) -> Task:
-    """The task named by `spec` (`arithmetic`, or `path/to/file.py:name` of a class, a function that returns a Task, or a Task).
+def component(task: Task, prompt: Prompt) -> Task:
+    """The task that made the prompt: of a mixture, the part."""
+    from monarch_rl.tasks.mixture import Mixture
+
+    return task.part_of(prompt) if isinstance(task, Mixture) else task
+
+
+def load_task(spec: TaskSpec, args: dict[str, Any], seed: int) -> Task:
+    """The task named by `spec`: `arithmetic`, `reasoning_gym:chain_sum`, or `path/to/file.py:name` of a class, a function that returns
+    a Task, or a Task. A list of tasks is a mixture, see `mixture`.
 
     Raises UserError that names the file and the attribute, or the argument in `task_args` that is missing or unknown.
     """
-    found = _built_in(spec) if spec in BUILT_IN else _user_attribute(spec)
+    if not isinstance(spec, str):
+        from monarch_rl.tasks.mixture import Mixture
+
+        return Mixture(spec, seed)
+    found = _built_in(spec) or _user_attribute(spec)
     if callable(found):
         found = found(**_arguments(spec, found, args, seed))
     elif args:
@@ -94,13 +140,22 @@ def load_task(spec: str, args: dict[str, Any], seed: int) -> Task:
 
 
 def _built_in(spec: str) -> Any:
-    return getattr(importlib.import_module(f"{__name__}.{spec}"), BUILT_IN[spec])
+    """None for a name that is not built in."""
+    if spec in BUILT_IN:
+        return getattr(importlib.import_module(f"{__name__}.{spec}"), BUILT_IN[spec])
+    family, colon, dataset = spec.partition(":")
+    if colon and family == "reasoning_gym":
+        from monarch_rl.tasks.reasoning import ReasoningGym
+
+        return partial(ReasoningGym, dataset)
+    return None
 
 
 def _user_attribute(spec: str) -> Any:
     file, colon, attribute = spec.rpartition(":")
     if not colon or not file.endswith(".py"):
-        raise UserError(f"task={spec}: neither a built-in task ({', '.join(BUILT_IN)}) nor path/to/file.py:name{_nearest(spec, BUILT_IN)}")
+        known = f"{', '.join(BUILT_IN)}, reasoning_gym:NAME"
+        raise UserError(f"task={spec}: neither a built-in task ({known}) nor path/to/file.py:name{_nearest(spec, BUILT_IN)}")
     module = _import_file(Path(file), spec)
     if not hasattr(module, attribute):
         raise UserError(f"task={spec}: {file} has no attribute {attribute!r}{_nearest(attribute, vars(module))}")

@@ -1,7 +1,7 @@
-"""Rewards in a process of their own, so that a deadline can really end one.
+"""Rewards and environments in a process of their own, so that a deadline can really end one.
 
-Parent and child speak over a socket, the child's stdin and stdout: each message is an 8-byte length and a pickle. The child scores on
-its main thread (some verifiers need signals) and one completion at a time. The program is `python -m monarch_rl.tasks.reward_process`.
+Parent and child speak over a socket, the child's stdin and stdout: each message is an 8-byte length and a pickle. The child works on
+its main thread (some verifiers need signals) and on one episode at a time. The program is `python -m monarch_rl.tasks.reward_process`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,24 @@ import socket
 import struct
 import sys
 from asyncio.subprocess import Process
-from typing import Any, BinaryIO, NamedTuple
+from collections.abc import Sequence
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 from monarch_rl.config import UserError
-from monarch_rl.tasks import Score, Task, load_task
-from monarch_rl.types import Prompt
+from monarch_rl.tasks import Completion, Observation, Score, Task, TaskSpec, load_task
+from monarch_rl.types import Message, Prompt
 
 LENGTH = struct.Struct("!Q")
 START_DEADLINE_S = 120.0
 """For loading the task, which may have a dataset to read."""
 PR_SET_PDEATHSIG = 1
+Call = Literal["reward", "observe"]
+FAULT: dict[Call, str] = {"reward": "RewardError", "observe": "ObserveError"}
+"""What an episode's error begins with."""
+
+
+class Unusable(Exception):
+    """A task returned what cannot be worked with."""
 
 
 class Child(NamedTuple):
@@ -38,7 +46,7 @@ class Child(NamedTuple):
 class RewardProcess:
     """The parent's side: one child, started at the first score and again after each that ended it. Callers take turns."""
 
-    def __init__(self, task_spec: str, task_args: dict[str, Any], seed: int) -> None:
+    def __init__(self, task_spec: TaskSpec, task_args: dict[str, Any], seed: int) -> None:
         self._task = (task_spec, task_args, seed)
         self._child: Child | None = None
         self._turn = asyncio.Lock()
@@ -51,14 +59,22 @@ class RewardProcess:
 
     async def score(self, prompt: Prompt, completion: str, deadline_s: float) -> Score:
         """Never raises for what the reward does: that becomes `Score.error`. The deadline counts from when the reward begins."""
+        return Score(*await self._call("reward", prompt, completion, deadline_s))
+
+    async def observe(self, prompt: Prompt, turns: Sequence[str], deadline_s: float) -> Observation:
+        """As `score`, for the environment's answer to the last turn."""
+        return Observation(*await self._call("observe", prompt, tuple(turns), deadline_s))
+
+    async def _call(self, what: Call, prompt: Prompt, said: str | tuple[str, ...], deadline_s: float) -> tuple[Any, str | None]:
         async with self._turn:
             child = await self._started()
             try:
-                return Score(*await self._ask(child, (prompt, completion), deadline_s))
+                answer: tuple[Any, str | None] = await self._ask(child, (what, prompt, said), deadline_s)
+                return answer
             except TimeoutError:
-                return Score(None, f"deadline of {deadline_s:g} s passed")
+                return None, f"deadline of {deadline_s:g} s passed"
             except ChildProcessError as error:
-                return Score(None, f"RewardError: the reward's process died ({error})")
+                return None, f"{FAULT[what]}: the reward's process died ({error})"
 
     async def close(self) -> None:
         """Ends the child at once; a score in progress gets an error, later ones raise RuntimeError."""
@@ -142,20 +158,40 @@ def main() -> None:
         return
     _write(replies, None)
     while (body := _read(requests)) is not None:
-        _write(replies, tuple(_score(task, body)))
+        _write(replies, _answer(task, *pickle.loads(body)))
 
 
-def _score(task: Task, body: bytes) -> Score:
+def _answer(task: Task, what: Call, prompt: Prompt, said: Any) -> tuple[Any, str | None]:
+    """Value and error, as in `Score` and `Observation`."""
     try:
-        prompt, completion = pickle.loads(body)
-        reward = task.reward(prompt, completion)
-        if not hasattr(reward, "__float__"):
-            return Score(None, f"RewardError: reward is {_clip(repr(reward))}, not a number")
-        if not math.isfinite(reward):
-            return Score(None, f"RewardError: reward is {float(reward)}")
-        return Score(float(reward))
-    except BaseException as error:  # sys.exit and CancelledError too: the reward is the user's, this loop is ours
-        return Score(None, f"RewardError: {_one_line(error)}")
+        return (_reward(task, prompt, said) if what == "reward" else _observation(task, prompt, said)), None
+    except Unusable as error:
+        return None, f"{FAULT[what]}: {_clip(str(error))}"
+    except BaseException as error:  # sys.exit and CancelledError too: the task is the user's, this loop is ours
+        return None, f"{FAULT[what]}: {_one_line(error)}"
+
+
+def _reward(task: Task, prompt: Prompt, completion: str) -> float:
+    reward = task.reward(prompt, completion if isinstance(completion, Completion) else Completion(completion))
+    if not hasattr(reward, "__float__"):
+        raise Unusable(f"reward is {reward!r}, not a number")
+    if not math.isfinite(reward):
+        raise Unusable(f"reward is {float(reward)}")
+    return float(reward)
+
+
+def _observation(task: Task, prompt: Prompt, turns: Sequence[str]) -> str | list[Message] | None:
+    """Raises Unusable for what cannot follow a prompt of this kind."""
+    told = task.observe(prompt, turns)
+    if told is None:
+        return None
+    if isinstance(prompt.content, str):
+        if not isinstance(told, str):
+            raise Unusable(f"the prompt is text, so an observation must be text: {told!r}")
+        return told
+    if not isinstance(told, list) or not told or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in told):
+        raise Unusable(f"the prompt is messages, so an observation must be a list of messages: {told!r}")
+    return told
 
 
 def _die_with_parent() -> None:

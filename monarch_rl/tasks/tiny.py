@@ -1,4 +1,4 @@
-"""The built-in tiny model: a Qwen3 of 603,456 parameters over single characters, warm-started on sums (see `warm_start`)."""
+"""The built-in tiny models: a Qwen3 of 603,456 parameters over single characters, warm-started on one task each (see `warm_start`)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ CHARACTERS = "\n" + "".join(chr(code) for code in range(ord(" "), ord("~") + 1) 
 """94 of them, so that the vocabulary has 98 entries."""
 
 
-def tiny_path() -> Path:
-    """Directory of the checkpoint that ships with the package (bfloat16, Hugging Face format)."""
-    return Path(__file__).resolve().parent.parent / "assets" / "tiny_qwen3"
+TINY_MODELS = {"tiny": "tiny_qwen3", "tiny_calculator": "tiny_calculator"}
+"""What `model.path` calls them → folder of the checkpoint."""
+
+
+def tiny_path(name: str = "tiny") -> Path:
+    """Directory of a checkpoint that ships with the package (bfloat16, Hugging Face format)."""
+    return Path(__file__).resolve().parent.parent / "assets" / TINY_MODELS[name]
 
 
 def build_tokenizer() -> Any:

@@ -95,8 +95,9 @@ def test_recipe_by_path_is_named_after_the_file() -> None:
 
 
 def test_unknown_recipe() -> None:
-    assert refusal("recipe=grpo_qwne") == "no recipe 'grpo_qwne'; did you mean 'grpo_qwen'? recipes: grpo_qwen; a path must end in .yaml"
-    assert refusal("recipe=no/such.yaml").startswith("no recipe 'no/such.yaml'; recipes: grpo_qwen")
+    said = "did you mean 'grpo_qwen'? recipes: calculator, grpo_qwen; a path must end in .yaml"
+    assert refusal("recipe=grpo_qwne") == f"no recipe 'grpo_qwne'; {said}"
+    assert refusal("recipe=no/such.yaml").startswith("no recipe 'no/such.yaml'; recipes: calculator, grpo_qwen")
 
 
 def test_without_recipe_the_output_needs_a_place() -> None:
@@ -191,7 +192,7 @@ def test_find_gpu(hidden: str | None, devices: list[str], found: bool, monkeypat
         ("trainer: {lrr: 1}", "recipes/mine.yaml: unknown key 'trainer.lrr'; did you mean 'trainer.lr'?"),
         ("profiles: {cpu: {step: 1}}", "recipes/mine.yaml [cpu]: unknown key 'step'; did you mean 'steps'?"),
         ("trainer: 3", "recipes/mine.yaml: trainer is a section"),
-        ("task:", "recipes/mine.yaml: task: must be text, got None"),
+        ("task:", "task: must be a name, or a list of {name: ..., weight: ..., args: ...}, got None"),
         ("task_args: {1: 2}", "recipes/mine.yaml: task_args: must be a mapping"),
         ("steps: ???", "recipes/mine.yaml: steps: "),
         ("seed: ${sed}", "recipes/mine.yaml: seed: Interpolation key 'sed' not found"),

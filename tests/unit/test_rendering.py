@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.config import UserError
+from monarch_rl.config import ModelConfig, UserError
 from monarch_rl.rendering import Renderer, model_directory
 from monarch_rl.tasks.tiny import EOS, PAD, tiny_path
 from monarch_rl.types import Message
@@ -21,6 +22,7 @@ TEMPLATE = (
     "{% generation %}{{ m['content'] }}{% endgeneration %}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
+END = "<|im_end|>"
 MESSAGES: list[Message] = [{"role": "user", "content": "2+2=?"}, {"role": "assistant", "content": "#4"}, {"role": "user", "content": "why"}]
 
 
@@ -29,6 +31,38 @@ def model(tmp_path: Path) -> Path:
     """A copy of the tiny model's directory, to change."""
     shutil.copytree(tiny_path(), tmp_path / "model")
     return tmp_path / "model"
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of single characters with Qwen3's special tokens and chat template, and both its end-of-turn ids."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = ["\n", *map(chr, range(ord(" "), ord("~") + 1))]
+    tokenizer = Tokenizer(models.WordLevel({c: id for id, c in enumerate(["<unk>", *characters])}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, pad_token="<|endoftext|>")
+    fast.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    fast.chat_template = qwen3_template()
+    fast.save_pretrained(folder := tmp_path_factory.mktemp("qwen3"))
+    ends = fast.convert_tokens_to_ids([END, "<|endoftext|>"])
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return folder
+
+
+def qwen3_template() -> str:
+    """Of MiniCPM-V 4.5, a Qwen3, as vLLM carries it; less its first line and its last `if`, which are its differences to Qwen3's own."""
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None or vllm.origin is None:
+        pytest.skip("needs vllm's copy of the template")
+    text = (Path(vllm.origin).parent / "transformers_utils/chat_templates/template_minicpmv45.jinja").read_text()
+    first, text = text.split("\n", 1)
+    text, own, end = text.partition("    {%- if enable_thinking is defined and enable_thinking is true %}")
+    assert "default(false)" in first
+    assert own
+    return text + end.partition("{%- endif %}\n")[2]
 
 
 def update(file: Path, **values: Any) -> None:
@@ -135,3 +169,83 @@ def test_rendering_text_imports_neither_torch_nor_transformers() -> None:
     use = "from monarch_rl.rendering import Renderer; Renderer('tiny').render('1+1=')"
     program = f"import sys; {use}; print({{'torch', 'transformers'}} & {{*sys.modules}})"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+# ---------------------------------------------------------------- Qwen3's template
+
+QUESTION: list[Message] = [{"role": "user", "content": "2+2=?"}]
+ASKED = "<|im_start|>user\n2+2=?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def text_of(renderer: Renderer, ids: list[int]) -> str:
+    """With special tokens."""
+    return renderer._tokenizer.decode(ids, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize(("thinking", "tail"), [(None, ""), (True, ""), (False, "<think>\n\n</think>\n\n")])
+def test_the_thinking_switch_of_qwen3(qwen3: Path, thinking: bool | None, tail: str) -> None:
+    """https://huggingface.co/Qwen/Qwen3-0.6B: `enable_thinking=False` puts an empty thought before the answer."""
+    renderer = Renderer(str(qwen3), template_arguments={} if thinking is None else {"enable_thinking": thinking})
+    assert text_of(renderer, renderer.render(QUESTION)) == ASKED + tail
+    assert len(renderer.stop_ids) == 2
+
+
+def test_a_system_prompt_comes_first_unless_there_is_one(qwen3: Path) -> None:
+    renderer = Renderer.of(ModelConfig(path=str(qwen3), system_prompt="Be brief."))
+    assert text_of(renderer, renderer.render(QUESTION)) == f"<|im_start|>system\nBe brief.<|im_end|>\n{ASKED}"
+    own: list[Message] = [{"role": "system", "content": "Be long."}, *QUESTION]
+    assert text_of(renderer, renderer.render(own)) == f"<|im_start|>system\nBe long.<|im_end|>\n{ASKED}"
+
+
+def test_what_raw_text_and_the_template_cannot_use_is_refused(qwen3: Path) -> None:
+    """Case 68: an argument that the template does not look at would change nothing in silence."""
+    with pytest.raises(UserError, match=r"model.chat_template.enable_thinkin: the chat template in .*qwen3.* has no such argument"):
+        Renderer(str(qwen3), template_arguments={"enable_thinkin": False}).render(QUESTION)
+    for settings in ({"system_prompt": "Be brief."}, {"template_arguments": {"enable_thinking": False}}):
+        with pytest.raises(UserError, match="the task asks in raw text"):
+            Renderer(str(qwen3), **settings).render("2+2=")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("told", "middle"),
+    [
+        ([{"role": "user", "content": "sure?"}], "<|im_start|>user\nsure?<|im_end|>\n"),
+        ([{"role": "tool", "content": "4"}], "<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n"),
+        (
+            [{"role": "tool", "content": "4"}, {"role": "tool", "content": "5"}],
+            "<|im_start|>user\n<tool_response>\n4\n</tool_response>\n<tool_response>\n5\n</tool_response><|im_end|>\n",
+        ),
+    ],
+)
+def test_what_follows_a_sampled_turn_is_rendered_alone(qwen3: Path, told: list[Message], middle: str) -> None:
+    """Case 56. The turn's end token was sampled and stays; the template's own is not added to it."""
+    renderer = Renderer(str(qwen3), template_arguments={"enable_thinking": False})
+    (end,) = renderer._encode(END)
+    ids = renderer.continuation(told, after=end)
+    assert text_of(renderer, ids) == f"\n{middle}<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+def test_a_turn_that_ended_otherwise_is_ended_as_the_template_does(qwen3: Path) -> None:
+    renderer = Renderer(str(qwen3))
+    other = max(renderer.stop_ids, key=lambda id: text_of(renderer, [id]) == "<|endoftext|>")
+    ids = renderer.continuation([{"role": "user", "content": "?"}], after=other)
+    assert text_of(renderer, ids) == f"{END}\n<|im_start|>user\n?{END}\n<|im_start|>assistant\n"
+
+
+def test_a_continued_conversation_is_what_the_template_makes_of_the_whole(qwen3: Path) -> None:
+    renderer = Renderer(str(qwen3))
+    turn, told = "#4", [{"role": "user", "content": "sure?"}]
+    (end,) = renderer._encode(END)
+    step_by_step = renderer.render(QUESTION) + renderer._encode(turn) + [end] + renderer.continuation(told, after=end)
+    assert step_by_step == renderer.render([*QUESTION, {"role": "assistant", "content": turn}, *told])
+
+
+def test_text_follows_text_as_it_is() -> None:
+    renderer = Renderer("tiny")
+    assert renderer.continuation("84", after=EOS) == renderer.render("84")
+
+
+def test_a_template_that_hides_the_assistant_cannot_be_continued(model: Path) -> None:
+    (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }}")
+    with pytest.raises(UserError, match="leaves out what the assistant said"):
+        Renderer(str(model)).continuation([{"role": "user", "content": "?"}], after=EOS)

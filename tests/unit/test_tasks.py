@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import sys
 from decimal import Decimal
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from monarch_rl.config import UserError
-from monarch_rl.tasks import load_task, row_of
+from monarch_rl.tasks import Completion, load_task, row_of
 from monarch_rl.tasks.arithmetic import Arithmetic
 from monarch_rl.tasks.gsm8k import GSM8K, final_number
-from monarch_rl.tasks.tiny import CHARACTERS, SPECIAL, tiny_path
+from monarch_rl.tasks.tiny import CHARACTERS, SPECIAL, TINY_MODELS, tiny_path
 from monarch_rl.types import Prompt
 
 SEEDS = (0, 1, 2)
@@ -167,6 +168,25 @@ def test_gsm8k_of_a_local_file(tmp_path: Path) -> None:
     assert not train & held_out
 
 
+def test_gsm8k_of_a_local_folder(tmp_path: Path) -> None:
+    write_rows(tmp_path / "train.jsonl", 5)
+    write_rows(tmp_path / "test.jsonl", 3)
+    task = load_task("gsm8k", {"path": str(tmp_path)}, seed=5)
+    assert (task.size, task.eval_size) == (5, 3)
+    assert str(task.prompt(2, "eval").content).count("2 + 2")
+
+
+@pytest.mark.skipif(find_spec("datasets") is None, reason="pip install .[envs]")
+def test_gsm8k_of_what_only_datasets_can_read(tmp_path: Path) -> None:
+    import datasets
+
+    rows = str(write_rows(tmp_path / "rows.jsonl", 6))
+    datasets.load_dataset("json", data_files=rows, split="train").to_parquet(tmp_path / "rows.parquet")
+    assert load_task("gsm8k", {"path": f"{tmp_path}/rows.parquet", "eval_path": rows}, seed=0).size == 6
+    for path in (f"{tmp_path}/none", "nobody/nothing"):
+        assert f"task_args.path={path}: " in refusal("gsm8k", {"path": path})
+
+
 def test_gsm8k_asks_in_chat_and_judges_the_number(tmp_path: Path) -> None:
     rows = str(write_rows(tmp_path / "rows.jsonl", 9))
     prompt = (task := GSM8K(path=rows, eval_path=rows)).prompt(3, "eval")
@@ -255,18 +275,20 @@ def test_arguments_of_a_built_in_task_are_checked() -> None:
 # ---------------------------------------------------------------- the tiny model
 
 
-def test_the_shipped_checkpoint_is_small_and_complete() -> None:
-    files = {file.name: file.stat().st_size for file in tiny_path().iterdir()}
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_the_shipped_checkpoints_are_small_and_complete(name: str) -> None:
+    files = {file.name: file.stat().st_size for file in tiny_path(name).iterdir()}
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files.keys()
     assert sum(files.values()) <= 1_500_000
 
 
-def test_the_shipped_checkpoint_has_the_shape_of_the_builder() -> None:
+@pytest.mark.parametrize("name", TINY_MODELS)
+def test_the_shipped_checkpoints_have_the_shape_of_the_builder(name: str) -> None:
     from safetensors import safe_open
 
     from monarch_rl.tasks.tiny import build_model
 
-    with safe_open(tiny_path() / "model.safetensors", "pt") as weights:
+    with safe_open(tiny_path(name) / "model.safetensors", "pt") as weights:
         shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118 (not a dict)
         assert {weights.get_slice(name).get_dtype() for name in shapes} == {"BF16"}
     model = build_model(seed=0)
@@ -276,8 +298,12 @@ def test_the_shipped_checkpoint_has_the_shape_of_the_builder() -> None:
 
 
 def test_demonstrations_of_the_warm_start_earn_the_reward() -> None:
-    from monarch_rl.tasks.warm_start import scratchpad
+    from monarch_rl.tasks.warm_start import COURSES, questions, scratchpad
 
-    task = Arithmetic()
-    assert scratchpad(Prompt(0, "4+7+2=", answer=13)) == "4+7=11;11+2=13;#13"
-    assert all(task.reward(p, scratchpad(p)) == 1.0 for p in (task.prompt(ordinal, "train") for ordinal in range(50)))
+    assert scratchpad(Prompt(0, "4+7+2=", answer=13)) == ["4+7=11;11+2=13;#13"]
+    assert questions(Prompt(0, "12*7+5=", answer=89)) == ["[12*7]", "[84+5]", "#89"]
+    for course in COURSES.values():
+        task = course.task(0)
+        for prompt in (task.prompt(ordinal, "train") for ordinal in range(50)):
+            turns = course.worked(prompt)
+            assert task.reward(prompt, Completion("".join(turns), turns)) == 1.0

@@ -1,0 +1,71 @@
+"""An episode while it is rolled out: what the model sampled and what it was told, one sequence that only grows. numpy only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from monarch_rl.types import NOT_SAMPLED, Episode, Generation
+
+
+class Trajectory:
+    """Starts as the prompt. Sampled ids are appended as they are and never rendered again, so logprobs and versions stay with them.
+
+    turns – what the model wrote, turn by turn.
+    truncated – the token budget or the context ended it, and not the model or the environment.
+    error – why it cannot be scored; one line.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int]) -> None:
+        self.turns: list[str] = []
+        self.truncated = False
+        self.error: str | None = None
+        self.replica = 0
+        self.sampled_tokens = 0
+        self._parts: list[Generation] = []
+        self._masks: list[bool] = []
+        self._prompt_tokens = len(prompt_ids)
+        self.append_told(prompt_ids)
+
+    @property
+    def ids(self) -> list[int]:
+        """All of it: the prompt of the next turn."""
+        ids: list[int] = np.concatenate([part.ids_T for part in self._parts]).tolist()
+        return ids
+
+    @property
+    def new_ids(self) -> list[int]:
+        """What came after the prompt."""
+        return self.ids[self._prompt_tokens :]
+
+    @property
+    def last_id(self) -> int:
+        return int(self._parts[-1].ids_T[-1])
+
+    def append_sampled(self, generation: Generation, text: str) -> None:
+        """One turn of the model; `text` is what it wrote."""
+        self.turns.append(text)
+        self.truncated = generation.finish_reason == "length"
+        self.replica = generation.replica
+        self.sampled_tokens += len(generation.ids_T)
+        self._parts.append(generation)
+        self._masks.append(True)
+
+    def append_told(self, ids: Sequence[int]) -> None:
+        """Tokens that no policy sampled; they are not trained."""
+        ids_T = np.asarray(ids, np.int32)
+        self._parts.append(Generation(ids_T, np.zeros(len(ids), np.float32), np.full(len(ids), NOT_SAMPLED, np.int64), "stop"))
+        self._masks.append(False)
+
+    def episode(self, text: str) -> Episode:
+        """The finished episode, not yet scored."""
+        return Episode(
+            ids_T=np.concatenate([part.ids_T for part in self._parts]),
+            loss_mask_T=np.repeat(self._masks, [len(part.ids_T) for part in self._parts]),
+            logprobs_T=np.concatenate([part.logprobs_T for part in self._parts]),
+            versions_T=np.concatenate([part.versions_T for part in self._parts]),
+            text=text,
+            error=self.error,
+            truncated=self.truncated,
+        )

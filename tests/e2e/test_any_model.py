@@ -1,0 +1,54 @@
+"""The main job on model directories that it has never seen, made on the spot."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.e2e.audit_system import audit
+from tests.random_models import write_model
+from tests.unit.test_docs import documented_metrics
+
+pytestmark = pytest.mark.timeout(300)
+
+DIGITS = f"task={Path(__file__).parent / 'digits_task.py'}:Digits"
+SHORT = f"""{DIGITS} steps=2 buffer.prompts_per_step=4 buffer.max_age=0 generator.group_size=4 generator.max_new_tokens=24
+trainer.lr=1e-3 trainer.warmup_steps=1""".split()
+
+
+def test_a_random_llama_directory_is_trained_from_the_command_line(tmp_path: Path) -> None:
+    """At zero lag the sampler's log-probabilities are the trainer's; the result is a directory of the same kind."""
+    path = write_model(tmp_path / "llama", "llama")
+    command = [sys.executable, "-m", "monarch_rl.run", "recipe=grpo_qwen", "profile=cpu", f"model.path={path}", "eval.prompts=4", *SHORT]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "runs" / "grpo_qwen"
+    rows: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows[1:]:
+        assert row["grad_norm"] > 0
+        assert row["mismatch/max_abs"] <= 1e-4
+        assert row["mismatch/kl"] <= 1e-9
+    emitted = {key for row in rows for key in row}
+    assert emitted <= documented_metrics()
+    assert {key for key in documented_metrics() if not key.startswith("buffer/dropped_")} <= emitted
+    before, after = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (path, run / "model"))
+    assert before.keys() == after.keys()
+    assert [name for name, weight in after.items() if weight.equal(before[name])] == []
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_experts_reach_two_generators_from_two_ranks(tmp_path: Path) -> None:
+    """Case 35: a mixture of experts, five of them over two ranks."""
+    path = write_model(tmp_path / "moe", "qwen3_moe")
+    made = audit(tmp_path / "run", f"model.path={path}", "trainer.ranks=2", "generator.replicas=2", *SHORT)
+    await made.run()
+    assert made.held == [made.trained, made.trained]
+    for stats in made.stats:
+        assert stats["mismatch/max_abs"] <= 1e-4
+        assert stats["mismatch/kl"] <= 1e-9

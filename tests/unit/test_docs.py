@@ -1,0 +1,95 @@
+"""The reference pages say what the code does: every metric, every key, and only messages that exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from monarch_rl.configure import markdown_page
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+METRIC = re.compile(r"[a-z]+/[a-z][a-z_]*[a-z]")
+EVERY_ROW = {"step", "version", "wall_s", "lr", "entropy", "grad_norm"}
+"""The metrics without a slash."""
+
+
+def sources() -> list[Path]:
+    return [path for package in ("monarch_rl", "actors") for path in (ROOT / package).rglob("*.py")]
+
+
+def texts(path: Path) -> Iterator[str]:
+    """String constants of a file, and the constant parts of its f-strings."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def first_column(page: str) -> list[str]:
+    """What stands in backticks in the first column of the page's tables."""
+    rows = [line.split("|")[1] for line in (DOCS / page).read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    return [code for cell in rows for code in re.findall(r"`([^`]+)`", cell)]
+
+
+def documented_metrics() -> set[str]:
+    return set(first_column("metrics.md"))
+
+
+def test_every_metric_of_the_code_is_documented_and_no_other() -> None:
+    """Which rows hold which of them is held against a run by `tests/e2e/test_any_model.py`."""
+    named = {text for text in chain.from_iterable(map(texts, sources())) if METRIC.fullmatch(text)}
+    reasons = {metric for metric in documented_metrics() if metric.startswith("buffer/dropped_")}
+    assert (named | EVERY_ROW) - documented_metrics() == set()
+    assert documented_metrics() - reasons - named - EVERY_ROW == set()
+    assert len(first_column("metrics.md")) == len(documented_metrics())
+
+
+def test_every_reason_to_drop_a_prompt_is_documented() -> None:
+    """Reasons are words that the ledger and its caller use: the other words of their arguments are states and keys."""
+    calls = [
+        node
+        for path in (ROOT / "monarch_rl/ledger.py", ROOT / "actors/replay_buffer.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("_drop", "_give_up", "drop", "failed")
+    ]
+    reasons = {arg.value for call in calls for arg in call.args if isinstance(arg, ast.Constant)} | {"unscorable"}
+    documented = {metric.removeprefix("buffer/dropped_") for metric in documented_metrics() if metric.startswith("buffer/dropped_")}
+    assert documented == reasons
+
+
+def test_the_table_of_keys_is_current() -> None:
+    page = (DOCS / "configuration.md").read_text(encoding="utf-8")
+    assert page == markdown_page() + "\n", "write it anew: python -m monarch_rl.configure > docs/configuration.md"
+
+
+def messages() -> list[str]:
+    """Fragments of messages, cut at what differs from case to case."""
+    fragments = chain.from_iterable(code.split("…") for code in first_column("troubleshooting.md"))
+    return [fragment.strip() for fragment in fragments if len(fragment.strip()) >= 8]
+
+
+def test_messages_that_are_explained_exist() -> None:
+    said = "\n".join(chain.from_iterable(map(texts, sources())))
+    assert [fragment for fragment in messages() if fragment not in said and fragment not in documented_metrics()] == []
+    assert len(messages()) > 20
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_links_between_pages_lead_somewhere(page: str) -> None:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    links = [link for link in re.findall(r"\]\(([^)#]+)[^)]*\)", text) if "://" not in link]
+    missing = [link for link in links if not (DOCS / link).exists()]
+    assert missing == []
+
+
+def test_files_that_the_cuda_page_names_exist() -> None:
+    for code in first_column("cuda.md"):
+        if "/" in code:
+            assert (ROOT / code).is_file(), code
+        else:
+            assert any(f"def {code}(" in path.read_text() or f"class {code}" in path.read_text() for path in sources()), code
