@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from monarch.actor import Actor, concurrent_endpoint
 
-from monarch_rl.config import Config
+from monarch_rl.config import Config, UserError
 from monarch_rl.observe import timeline
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.types import Generation, Sampling, Version
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from monarch_rl.weights.pull import Puller
     from monarch_rl.weights.slots import Offer, SlotBuffers
 
-REPORT_S = 0.1
+REPORT_S = 0.2
 """Finished generations are reported together, at most so long after the first of them."""
 
 
@@ -41,14 +41,24 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def start(self) -> LoadPlan:
-        """Build the engine; the plan says which rectangles of which checkpoint tensors its parameters are made of."""
+        """Build the engine; the plan says which rectangles of which checkpoint tensors its parameters are made of.
+
+        Raises:
+            UserError: vLLM refuses the model or a setting. EngineError: it failed.
+        """
         from monarch_rl.engine import Engine
+        from monarch_rl.engine_setup import EngineError
         from monarch_rl.rendering import model_directory
 
         config = self._config
         directory = str(model_directory(config.model.path))
         self._engine = Engine(directory, config.model.dtype, seed=config.seed, overrides=dict(config.generator.engine))
-        self._plan = await self._engine.start()
+        try:
+            self._plan = await self._engine.start()
+        except EngineError as error:
+            if isinstance(error.__cause__, (EngineError, ValueError)):
+                raise UserError(_refusal(error.__cause__)) from error
+            raise
         return self._plan
 
     @concurrent_endpoint
@@ -59,7 +69,7 @@ class Generator(Actor):
         """
         await self._holds(min_step)
         with timeline.span("generate", episodes=len(seeds)):
-            generations = await asyncio.gather(*[self._engine.generate(ids, sampling, seed) for seed in seeds])
+            generations = await self._engine.generate_group(ids, sampling, seeds)
         for generation in generations:
             generation.replica = self._replica
         self._report_soon()
@@ -94,8 +104,10 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def shut(self) -> None:
-        if self._engine is not None:
-            await self._engine.close()
+        """Stop pulling and decoding."""
+        if self._following is not None:
+            self._following.cancel()
+        await self._engine.close()
 
     async def _follow(self, publishers: Publisher, puller: Puller) -> None:
         from monarch_rl.weights.pull import RejectedPull
@@ -149,3 +161,9 @@ class Generator(Actor):
         stats = self._engine.stats()
         self._pulls.tokens, self._pulls.idle_s = stats.tokens, stats.idle_s
         self._metrics.report.broadcast(self._pulls, timeline.drain())
+
+
+def _refusal(error: Exception) -> str:
+    """What vLLM has against its settings, in one line; it checks them with pydantic, whose errors come in paragraphs."""
+    listed = getattr(error, "errors", None)
+    return f"generator.engine: {listed()[0]['msg']}" if listed else str(error).partition("\n")[0]

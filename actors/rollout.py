@@ -91,13 +91,26 @@ class RolloutWorker(Actor):
 
     @concurrent_endpoint
     async def evaluate(self, indices: Sequence[int], min_step: int) -> Evaluation:
-        """One episode for each held-out prompt, sampled as in training, by weights of at least step `min_step`."""
+        """One episode for each held-out prompt that there is, sampled as in training, by weights of at least step `min_step`."""
+        size = self._task.eval_size
+        prompts = [self._task.prompt(index, "eval") for index in indices if size is None or index < size]
         evaluation = Evaluation()
-        prompts = [self._task.prompt(index, "eval") for index in indices]
-        for group in await asyncio.gather(*[self._roll(prompt, 1, min_step, "eval", 1) for prompt in prompts]):
+        for group in await asyncio.gather(*[self._try(prompt, min_step) for prompt in prompts]):
             for episode in group.episodes:
                 evaluation.add(episode)
+            evaluation.unscorable += not group.episodes
         return evaluation
+
+    async def _try(self, prompt: Prompt, min_step: int) -> Group:
+        """One episode of a held-out prompt; none when the prompt is too long."""
+        from monarch_rl.engine import PromptTooLong
+
+        try:
+            return await self._roll(prompt, 1, min_step, "eval", 1)
+        except ActorError as error:
+            if isinstance(error.exception, PromptTooLong):
+                return Group(prompt, [])
+            raise
 
     async def _serve(self, lease: Lease, prompt: Prompt) -> None:
         from monarch_rl.engine import PromptTooLong

@@ -51,7 +51,7 @@ class Timing(NamedTuple):
 
     @staticmethod
     def of(tokens: int, wall_s: float, before: Usage, after: Usage) -> Timing:
-        return Timing(tokens, wall_s, *(new - old for old, new in zip(before, after, strict=True)))
+        return Timing(tokens, wall_s, after.cpu_s - before.cpu_s, after.steps - before.steps, after.decoding_s - before.decoding_s)
 
 
 class ReadyGenerator(Generator):

@@ -1,6 +1,6 @@
 """The command line: `python -m monarch_rl.run recipe=NAME [key=value …]`, also installed as `monarch-rl`.
 
-Settles the configuration, then hands over to `session`; nothing heavy is imported before that.
+Settles the configuration, then hands over to `job`; nothing heavy is imported before that.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FLAGS = {"-h", "--help", "--print", "--dry-run"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, else the session's."""
+    """Run the command line and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, else the run's."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if not arguments:
         print(USAGE, file=sys.stderr)
@@ -60,13 +60,13 @@ def _start(resolved: Resolved, flags: set[str]) -> int:
         _show(provenance_table(resolved))
     if "--dry-run" in flags:
         check_actors()
-        from monarch_rl.session import dry_run
+        from monarch_rl.job import dry_run
 
         _show(*dry_run(resolved.config))
     if flags:
         return 0
     check_actors()
-    from monarch_rl.session import run
+    from monarch_rl.job import run
 
     return run(resolved.config)
 

@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
-import os
-import signal
 import time
-import traceback
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from monarch_rl.cluster import local
 from monarch_rl.config import Config, UserError
-from monarch_rl.configure import write
-from monarch_rl.loop import train
 from monarch_rl.observe import console
 from monarch_rl.observe.live import make_console
 from monarch_rl.observe.metrics import GeneratorFigures, GeneratorReport, MetricsFile, trainer_figures
 from monarch_rl.observe.timeline import Span, Trace
-from monarch_rl.rendering import Renderer, model_directory
-from monarch_rl.supervise import NamedTimeout, answer, cause
-from monarch_rl.tasks import Score, load_task
-from monarch_rl.tasks.reward_process import RewardProcess
-from monarch_rl.types import Prompt, Version
+from monarch_rl.supervise import PROCESS_DIED, NamedTimeout, answer, obituary, root
+from monarch_rl.types import Version
 
 if TYPE_CHECKING:
     from monarch.actor import MeshFailure, ProcMesh
 
+    from actors.process import Process
+
 START_DEADLINE_S = 900.0
 """A large model may take minutes to load."""
+LEAVE_S = 0.1
+"""From when a process says that it ends until it does, for the word to get out."""
+STOP_S = 1.0
+"""For Monarch to take note, when all processes have ended."""
 LOOK_S = 0.5
 """Between two looks at the generators, for the console and the timeline."""
+DEATH_NOTICE_S = 1.5
+"""Monarch looks after its processes twice a second; so long may it take to hear of a death after its consequences."""
 
 
 class ActorDied(Exception):
@@ -47,8 +46,10 @@ class Session:
         self.config = config
         self.output_dir = Path(config.output_dir)
         self._started = time.monotonic()
-        self._processes: dict[str, ProcMesh] = {}
+        self._processes: dict[str, tuple[ProcMesh, Process]] = {}
         self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._fault.add_done_callback(lambda fault: fault.cancelled() or fault.exception())  # may come when nobody waits for it
+        self._serving = False
         self._rows: asyncio.Queue[tuple[int, Mapping[str, float]] | None] = asyncio.Queue()
         self._evaluations: set[asyncio.Task[None]] = set()
         self._evaluated: dict[str, Any] = {}
@@ -62,13 +63,20 @@ class Session:
         try:
             self.console.start()
             await self._start()
-        except BaseException:
-            await self.close()
+        except BaseException as error:
+            await self.__aexit__(type(error), error)
             raise
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    async def __aexit__(self, _: object, error: BaseException | None, *__: object) -> None:
+        """Raises ActorDied in place of the errors that a death has caused in others."""
+        try:
+            if isinstance(error, Exception) and not isinstance(root(error), UserError):
+                await asyncio.wait({self._fault}, timeout=DEATH_NOTICE_S)
+                if self._fault.done() and (died := self._fault.exception()) is not error:
+                    raise ActorDied(str(died)) from error
+        finally:
+            await self.close()
 
     # --- what the loop asks for -------------------------------------------------------------------------------------
 
@@ -81,11 +89,13 @@ class Session:
         self._slots = list(rings.values())
         self._plan_digest = plans[0].digest
         await answer(self._trainers.publish.call(version), "trainers (first publish)", START_DEADLINE_S)
+        self._serving = True
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
         try:
             async with asyncio.TaskGroup() as tasks:
+                self._background = tasks
                 watch = tasks.create_task(self._watch(), name="watch")
                 look = tasks.create_task(self._look(), name="look")
                 tasks.create_task(self._record_rows(), name="records")
@@ -116,8 +126,7 @@ class Session:
 
     def start_evaluation(self, step: int) -> None:
         if self.config.eval.prompts:
-            task = asyncio.create_task(self._evaluate(step), name=f"evaluation of step {step}")
-            self._evaluations.add(task)
+            self._evaluations.add(self._background.create_task(self._evaluate(step), name=f"evaluation of step {step}"))
 
     async def evaluations(self) -> None:
         await asyncio.gather(*self._evaluations)
@@ -132,16 +141,34 @@ class Session:
         return path
 
     async def close(self) -> None:
-        """End everything: rollouts, engines, trainers, meshes. Takes at most `close_deadline_s`."""
+        """End everything: rollouts, engines, trainers, processes. Takes at most `close_deadline_s`."""
         self.console.close()
-        self._fault.cancel()
-        for task in self._evaluations:
-            task.cancel()
+        self._fault.cancel()  # whatever dies from here on is meant to
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.close_deadline_s - STOP_S):
+                if self._serving:
+                    await self._shut(self.config.close_deadline_s / 4)
+                await self._end(*self._processes)
+        with contextlib.suppress(TimeoutError):  # Monarch waits longer for those that were still starting
+            async with asyncio.timeout(STOP_S):
+                await asyncio.gather(*[mesh.stop() for mesh, _ in self._processes.values()], return_exceptions=True)
         self._metrics_file.close()
         self._trace.write(self.output_dir / "timeline.json")
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.close_deadline_s):
-                await asyncio.gather(*[mesh.stop() for mesh in reversed(self._processes.values())], return_exceptions=True)
+
+    async def _shut(self, deadline_s: float) -> None:
+        """Let actors put down what they hold. One that has died, hangs or computes for longer misses nothing but this."""
+        await self._end("rollout")
+        buffer = self._buffer.close.call_one()  # trainers that wait for a batch hear that there will be none
+        engines = [generator.shut.call_one() for generator in self._generators]
+        scorers = [scorer.shut.call_one() for scorer in self._scorers]
+        for replies in ([buffer, *engines, *scorers], [self._trainers.shut.call()]):
+            await asyncio.gather(*[answer(reply, "closing", deadline_s) for reply in replies], return_exceptions=True)
+
+    async def _end(self, *names: str) -> None:
+        """End processes; they are gone when this returns."""
+        ends = [process.end.call(LEAVE_S) for _, process in (self._processes[name] for name in names if name in self._processes)]
+        await asyncio.gather(*[_reply(end) for end in ends], return_exceptions=True)
+        await asyncio.sleep(2 * LEAVE_S)
 
     # --- start ------------------------------------------------------------------------------------------------------
 
@@ -152,7 +179,7 @@ class Session:
         self._engine_starts = [generator.start.call_one() for generator in self._generators]
         from monarch.spmd import setup_torch_elastic_env_async
 
-        await self._wait("trainer processes", setup_torch_elastic_env_async(self._processes["trainer"]))
+        await self._wait("trainer processes", setup_torch_elastic_env_async(self._processes["trainer"][0]))
         await self._wait("trainers (model load)", _reply(self._trainers.setup.call()))
 
     def _listen_for_faults(self) -> None:
@@ -161,7 +188,10 @@ class Session:
         loop = asyncio.get_running_loop()
 
         def hook(failure: MeshFailure) -> None:
-            loop.call_soon_threadsafe(self._died, str(failure))
+            # A process is mourned once, by its Process actor; and Monarch has actors of its own, which have no obituary.
+            report = failure.report()
+            if (died := obituary(report)) and ("_process{" in report or not PROCESS_DIED.search(report)):
+                loop.call_soon_threadsafe(self._died, died)
 
         monarch.actor.unhandled_fault_hook = hook
 
@@ -171,9 +201,12 @@ class Session:
 
     def _spawn_processes(self) -> None:
         host = local.host()
+        from actors.process import Process
+
         environment = local.environment(self.config)
         for processes in local.place(self.config):
-            self._processes[processes.name] = local.spawn(host, processes, environment)
+            mesh = local.spawn(host, processes, environment)
+            self._processes[processes.name] = mesh, mesh.spawn(f"{processes.name}_process", Process)
 
     def _spawn_actors(self) -> None:
         from actors.generator import Generator
@@ -184,7 +217,7 @@ class Session:
         from actors.scorer import Scorer
         from actors.trainer import Trainer
 
-        config, processes = self.config, self._processes
+        config, processes = self.config, {name: mesh for name, (mesh, _) in self._processes.items()}
         self._buffer = processes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config)
         self._metrics = processes["replay_buffer"].spawn("metrics", Metrics)
         self._trainers = processes["trainer"].spawn("trainer", Trainer, config, self._buffer)
@@ -201,7 +234,7 @@ class Session:
 
     async def _watch(self) -> None:
         with contextlib.suppress(asyncio.CancelledError):
-            await self._fault
+            await asyncio.shield(self._fault)
 
     async def _rest(self) -> None:
         """Let the background come to its end: rollouts first, then pulls, then the last rows."""
@@ -251,15 +284,13 @@ class Session:
         workers, prompts = self.config.rollout.workers, self.config.eval.prompts
         published = step if step == self.config.steps else step - step % self.config.weights.every
         parts = await asyncio.gather(
-            *[
-                self._rollouts.slice(worker=i).evaluate.call_one(range(i, prompts, workers), published).as_asyncio()
-                for i in range(workers)
-            ]
+            *[self._rollouts.slice(worker=i).evaluate.call_one(range(i, prompts, workers), published).as_asyncio() for i in range(workers)]
         )
         rewards = [reward for part in parts for reward in part.rewards]
-        self._evaluated = {
-            "eval/accuracy": sum(rewards) / len(rewards) if rewards else float("nan"),
+        accuracy = {"eval/accuracy": sum(rewards) / len(rewards)} if rewards else {}
+        self._evaluated = accuracy | {
             "eval/prompts": len(rewards),
+            "eval/unscorable": sum(part.unscorable for part in parts),
             "eval/version": _version_span([v for part in parts for v in (part.first, part.last) if v is not None]),
         }
 
@@ -293,100 +324,3 @@ def _version_span(versions: list[Version]) -> str:
         return ""
     first, last = min(versions), max(versions)
     return str(first) if first == last else f"{first}-{last}"
-
-
-# --- the command line's way in ---------------------------------------------------------------------------------------
-
-
-def run(config: Config) -> int:
-    """Train as `config` says, in this process as the controller. Returns the exit code: 0, 1, 130 (SIGINT) or 143 (SIGTERM)."""
-    output_dir = make_output_dir(config)
-    interrupt = Interrupt(config.close_deadline_s)
-    try:
-        asyncio.run(_train(config, interrupt))
-    except (asyncio.CancelledError, KeyboardInterrupt):
-        console.complain(f"interrupted; what was written is in {output_dir}")
-        return interrupt.exit_code
-    except UserError:
-        raise
-    except Exception as error:
-        (output_dir / "error.log").write_text("".join(traceback.format_exception(error)))
-        console.complain(f"{cause(error)} (whole story in {output_dir / 'error.log'})")
-        return 1
-    return 0
-
-
-async def _train(config: Config, interrupt: Interrupt) -> None:
-    interrupt.watch()
-    async with Session(config) as session:
-        await train(session)
-        path = await session.save_model()
-    console.say(f"done: model in {path}, metrics in {session.output_dir / 'metrics.jsonl'}")
-
-
-class Interrupt:
-    """SIGINT and SIGTERM: the first asks for an orderly close within the deadline, a second ends the process at once.
-
-    Child processes end with the controller, so ending it is always enough.
-    """
-
-    def __init__(self, close_deadline_s: float) -> None:
-        self.exit_code = 130
-        self._close_deadline_s = close_deadline_s
-        self._asked = False
-
-    def watch(self) -> None:
-        """Handle signals in the running loop, for the running task."""
-        loop, main = asyncio.get_running_loop(), asyncio.current_task()
-        assert main is not None
-        for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
-            loop.add_signal_handler(number, self._on_signal, loop, main, code)
-
-    def _on_signal(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any], code: int) -> None:
-        if self._asked:
-            os._exit(code)
-        self._asked, self.exit_code = True, code
-        console.say(f"closing (at most {self._close_deadline_s:g} s; once more to end at once)")
-        loop.call_later(self._close_deadline_s, os._exit, code)
-        main.cancel()
-
-
-def make_output_dir(config: Config) -> Path:
-    """The folder of this run, with its resolved configuration. A folder that holds an earlier run is moved aside, not written over."""
-    path = Path(config.output_dir)
-    if (path / "metrics.jsonl").exists():
-        aside = next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.{n}")).exists())
-        path.rename(aside)
-        console.say(f"{path} held an earlier run: moved to {aside}")
-    path.mkdir(parents=True, exist_ok=True)
-    write(config, path / "config.yaml")
-    return path
-
-
-def dry_run(config: Config) -> list[str]:
-    """Check what can be checked without starting anything; one line per finding.
-
-    Raises:
-        UserError: names the key and what is wrong with it.
-    """
-    renderer = Renderer.of(config.model)
-    task = load_task(config.task, config.task_args, config.seed)
-    prompt = task.prompt(0, "train")
-    ids = renderer.render(prompt.content)
-    score = asyncio.run(_score_once(config, prompt))
-    budget = (config.buffer.max_age + 1) * config.buffer.prompts_per_step - (config.buffer.window - 1)
-    return [
-        f"model: {model_directory(config.model.path)}, stop ids {list(renderer.stop_ids)}",
-        f"task: {config.task}, {task.size or 'endless'} prompts; the first has {len(ids)} tokens",
-        f"reward of an empty completion: {score.reward if score.error is None else score.error}",
-        f"admission: {budget} groups ahead at most, {budget / config.buffer.prompts_per_step:g} steps",
-        *[f"placement: {processes}" for processes in local.place(config)],
-    ]
-
-
-async def _score_once(config: Config, prompt: Prompt) -> Score:
-    process = RewardProcess(config.task, config.task_args, config.seed)
-    try:
-        return await process.score(prompt, "", config.scorer.deadline_s)
-    finally:
-        await process.close()

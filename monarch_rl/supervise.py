@@ -1,8 +1,10 @@
-"""Waiting for another actor: every wait has a name and a deadline that say who is waited for."""
+"""Waiting for another actor: every wait has a name and a deadline that say who is waited for. And what to say when one fails."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+import signal
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
@@ -38,11 +40,43 @@ def answer_blocking(reply: Future[T], who: str, deadline_s: float) -> T:
         raise NamedTimeout(who, deadline_s) from None
 
 
+def root(error: BaseException) -> BaseException:
+    """The innermost actor's exception, without the layers around it; of a group the first."""
+    inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else getattr(error, "exception", None)
+    return root(inner) if isinstance(inner, BaseException) else error
+
+
 def cause(error: BaseException) -> str:
-    """The one line of an error that matters: the innermost actor's exception, without the layers around it."""
-    while (inner := getattr(error, "exception", None)) is not None and isinstance(inner, BaseException):
-        error = inner
-    if isinstance(error, BaseExceptionGroup):
-        return cause(error.exceptions[0])
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    """The one line of an error that matters."""
+    text = str(root(error)).strip()
+    return obituary(text) or text.partition("\n")[0] or type(root(error)).__name__
+
+
+DEATH = re.compile(
+    r"(?P<actor>\w+)\{[^}]*?(?P<rank>\d+)/(?P<size>\d+)\}> (?:failed|and all its descendants have failed|has status):\s+(?P<why>.*)",
+    re.DOTALL,
+)
+"""Monarch's report of a dead actor, e.g. `actor <root>.<actors.trainer.Trainer trainer{'rank': 1/2}> failed: …`."""
+PROCESS_DIED = re.compile(r"the process this actor was running on ")
+LAST_WORDS = re.compile(r"^ *([A-Za-z_][\w.]*: .*|[A-Za-z_][\w.]*)$", re.MULTILINE)
+"""Lines of an indented traceback that name an exception."""
+
+
+def obituary(report: str) -> str:
+    """Which actor ended and why, in one line, from Monarch's report of it; empty when the text is none."""
+    found = DEATH.search(report)
+    if found is None:
+        return ""
+    name = found["actor"].removesuffix("_process").replace("_", " ") + (f" {found['rank']}" if found["size"] != "1" else "")
+    return f"{name} {_manner(found['why'])}"
+
+
+def _manner(why: str) -> str:
+    if killed := re.search(r"Killed\(sig=(\d+)", why):
+        number = int(killed[1])
+        return f"was killed by signal {number} ({signal.Signals(number).name})"
+    if exited := re.search(r"exited with \S* ?code (-?\d+)", why):
+        return f"ended with exit code {exited[1]}"
+    if "Traceback" in why and (said := LAST_WORDS.findall(why)):
+        return f"failed: {said[-1]}"
+    return f"ended: {why.partition(chr(10))[0]}"

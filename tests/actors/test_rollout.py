@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from actors.scorer import Scorer
 from monarch_rl.config import Config
 from monarch_rl.packing import collate, trained_mask
 from monarch_rl.rendering import Renderer
-from monarch_rl.tasks.tiny import BOS, EOS
+from monarch_rl.tasks.tiny import BOS, EOS, tiny_path
 from monarch_rl.types import NOT_SAMPLED, Episode, Group, Prompt, Version
 from tests.actors.rollout_actors import Desk, ScriptedGenerator
 
@@ -48,7 +49,15 @@ class Talk(Task):
         if "judge" in completion: raise ValueError("no verdict")
         if "pid" in completion: return os.getpid()
         return float(len(completion.turns)) + len(completion) / 100
+
+class Chat(Talk):
+    def observe(self, prompt, turns):
+        told = super().observe(prompt, turns)
+        return told and [{"role": "tool", "content": told}]
 '''
+CHAT_TEMPLATE = (
+    "{% for m in messages %}({{ m['role'][0] }}:{{ m['content'] }}{{ eos_token }}){% endfor %}{% if add_generation_prompt %}(a:{% endif %}"
+)
 
 
 def said(text: str) -> list[int]:
@@ -58,12 +67,13 @@ def said(text: str) -> list[int]:
 class Rig:
     """One worker and what it talks to."""
 
-    def __init__(self, mesh: Any, task: str, script: dict[str, Any], prompts: list[Prompt], max_new_tokens: int, scorers: int) -> None:
+    def __init__(self, mesh: Any, task: str, script: dict[str, Any], prompt: Prompt, max_new_tokens: int, scorers: int, model: str) -> None:
         config = Config(task=task)
+        config.model.path = model
         config.generator.max_new_tokens = max_new_tokens
         config.generator.group_size = len(next(iter(script.values())))
         self.generator = mesh.spawn("generator", ScriptedGenerator, script)
-        self.desk = mesh.spawn("desk", Desk, prompts)
+        self.desk = mesh.spawn("desk", Desk, [prompt])
         scorers = [mesh.spawn(f"scorer_{at}", Scorer, task, {}, 0, 3.0) for at in range(scorers)]
         self.worker = mesh.spawn("worker", RolloutWorker, config, self.desk, [self.generator], scorers)
 
@@ -86,11 +96,11 @@ async def rig(tmp_path: Path) -> AsyncIterator[Any]:
     (tmp_path / "talk.py").write_text(USER_FILE)
     meshes = []
 
-    own = f"{tmp_path}/talk.py:Talk"
-
-    def build(script: dict[str, Any], max_new_tokens: int = 40, task: str = own, answer: Any = "secret", scorers: int = 1) -> Rig:
+    def build(script: dict[str, Any], max_new_tokens: int = 40, **changed: Any) -> Rig:
         meshes.append(mesh := this_host().spawn_procs({"workers": 1}))
-        return Rig(mesh, task, script, [Prompt(3, next(iter(script)), answer=answer)], max_new_tokens, scorers)
+        task, model = changed.get("task", f"{tmp_path}/talk.py:Talk"), changed.get("model", "tiny")
+        prompt = Prompt(3, changed.get("content", next(iter(script))), answer=changed.get("answer", "secret"))
+        return Rig(mesh, task, script, prompt, max_new_tokens, changed.get("scorers", 1), model)
 
     yield build
     for mesh in meshes:
@@ -213,3 +223,17 @@ async def test_the_episodes_of_a_group_are_judged_side_by_side(rig: Any, scorers
     """Where rewards wait, a group takes as long as one of them, if there are scorers enough."""
     episodes = (await rig({"go": [said("pid."), said("pid."), said("pid.")]}, scorers=scorers).group()).episodes
     assert len({episode.reward for episode in episodes}) == used
+
+
+async def test_a_conversation_in_chat_follows_the_template(rig: Any, tmp_path: Path) -> None:
+    """Case 59: the end of the assistant's turn is the sampled one, once, and it is trained."""
+    shutil.copytree(tiny_path(), model := tmp_path / "chat")
+    (model / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    asked, told = "(u:hi)(a:", "(u:hi)(a:x)(t:<1>)(a:"
+    content = [{"role": "user", "content": "hi"}]
+    talk = rig({asked: [said("x"), said("no.")], told: [said("y.")]}, task=f"{tmp_path}/talk.py:Chat", model=str(model), content=content)
+    episode = (await talk.group()).episodes[0]
+    whole = [*content, {"role": "assistant", "content": "x"}, {"role": "tool", "content": "<1>"}]
+    assert list(episode.ids_T) == [*Renderer(str(model)).render(whole), *said("y.")]
+    assert sampled(episode) == [*said("x"), *said("y.")]
+    assert (episode.text, episode.reward) == ("x)(t:<1>)(a:y.", 2.14)

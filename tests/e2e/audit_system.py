@@ -14,8 +14,9 @@ from monarch.actor import Actor, endpoint
 
 from monarch_rl.config import Config
 from monarch_rl.configure import load
+from monarch_rl.job import make_output_dir
 from monarch_rl.rendering import Renderer
-from monarch_rl.session import Session, make_output_dir
+from monarch_rl.session import Session
 from monarch_rl.types import Generation, Group, Sampling, Version
 
 DEADLINE_S = 120.0
@@ -103,7 +104,7 @@ class Audit:
         return generation
 
     async def process_id(self, replica: int) -> int:
-        return int(await self._session._processes[f"generator_{replica}"].spawn("process_id", ProcessId).tell.call_one())
+        return int(await self._session._processes[f"generator_{replica}"][0].spawn("process_id", ProcessId).tell.call_one())
 
     async def until_nothing_more_may_start(self) -> None:
         """Every prompt that may be started before the first optimizer step has its group (dead ones are kept)."""

@@ -27,9 +27,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def session(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
-    """Stands for `monarch_rl.session`, the heavy module that run hands over to; lists the configurations it was given."""
+    """Stands for `monarch_rl.job`, the heavy module that run hands over to; lists the configurations it was given."""
     seen: list[Config] = []
-    module = ModuleType("monarch_rl.session")
+    module = ModuleType("monarch_rl.job")
 
     def run(config: Config) -> int:
         seen.append(config)
@@ -41,7 +41,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> list[Config]:
         return ["tokenizer ok", "reward ok"]
 
     module.__dict__.update(run=run, dry_run=dry_run)
-    monkeypatch.setitem(sys.modules, "monarch_rl.session", module)
+    monkeypatch.setitem(sys.modules, "monarch_rl.job", module)
     return seen
 
 
@@ -123,7 +123,7 @@ def test_ctrl_c_before_the_session_takes_over(session: list[Config], monkeypatch
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["monarch_rl.session"], "run", interrupted)
+    monkeypatch.setattr(sys.modules["monarch_rl.job"], "run", interrupted)
     assert main(["recipe=grpo_qwen"]) == 130
 
 

@@ -1,0 +1,134 @@
+"""Runs as a user starts them, in a session of their own, and what becomes of their processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from monarch_rl.cluster.local import ROLE
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["recipe=grpo_qwen", "buffer.prompts_per_step=8", "eval.prompts=8", "console.rollouts_every=0", "trainer.warmup_steps=1"]
+START_S = 240.0
+"""Until a run takes steps, on a machine that does other things too."""
+
+
+class Job:
+    """`python -m monarch_rl.run ARGUMENTS`, started; its output goes to files, so that nothing waits for a reader."""
+
+    def __init__(self, folder: Path, *arguments: str, name: str = "job") -> None:
+        self.output_dir = folder / name
+        self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        command = [sys.executable, "-m", "monarch_rl.run", *arguments, f"output_dir={self.output_dir}"]
+        with self._out.open("w") as out, self._err.open("w") as err:
+            self.process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                stdout=out,
+                stderr=err,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+        self._seen: dict[int, psutil.Process] = {}
+
+    @property
+    def out(self) -> str:
+        return self._out.read_text()
+
+    @property
+    def err(self) -> str:
+        return self._err.read_text()
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Of metrics.jsonl, which must be JSON proper: without NaN."""
+        lines = (self.output_dir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line, parse_constant=lambda constant: pytest_fail(constant)) for line in lines]
+
+    def until_steps(self, steps: int) -> None:
+        self._until(lambda: sum(line.startswith("step ") for line in self.out.splitlines()) > steps, f"step {steps}")
+
+    def until_processes(self, role: str) -> None:
+        self._until(lambda: role in self.roles(), f"process {role}")
+
+    def _until(self, reached: Any, what: str) -> None:
+        deadline = time.monotonic() + START_S
+        while not reached():
+            assert self.process.poll() is None, f"ended before {what}: {self.err}"
+            assert time.monotonic() < deadline, f"no {what} within {START_S} s: {self.out} {self.err}"
+            time.sleep(0.1)
+
+    def roles(self) -> dict[str, psutil.Process]:
+        """The actor processes by name, e.g. `trainer 0`."""
+        self._look()
+        roles = {}
+        for process in self._seen.values():
+            with suppress(psutil.Error):
+                if role := process.environ().get(ROLE):
+                    roles.setdefault(role, process)
+        return roles
+
+    def signal(self, number: signal.Signals) -> None:
+        self._look()
+        self.process.send_signal(number)
+
+    def kill(self, role: str) -> None:
+        self.roles()[role].kill()
+
+    def wait(self, deadline_s: float = START_S) -> int:
+        return self.process.wait(deadline_s)
+
+    def gone_within(self, seconds: float) -> list[str]:
+        """Processes that ever were seen of this run and still live after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while (left := self._living()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def _look(self) -> None:
+        with suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self.process.pid).children(recursive=True):
+                self._seen.setdefault(process.pid, process)
+
+    def _living(self) -> list[str]:
+        self.process.poll()
+        return [" ".join(process.cmdline()) for process in self._seen.values() if _lives(process)]
+
+
+def _lives(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def pytest_fail(constant: str) -> None:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+@contextmanager
+def started(folder: Path, *arguments: str, name: str = "job") -> Iterator[Job]:
+    """A run that is over when the test is, whatever happens."""
+    job = Job(folder, *arguments, name=name)
+    try:
+        yield job
+    finally:
+        job.process.kill()
+        job.process.wait()
+
+
+def finished(folder: Path, *arguments: str, name: str = "job") -> Job:
+    with started(folder, *arguments, name=name) as job:
+        job.wait()
+    return job
