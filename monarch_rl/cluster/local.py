@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from monarch_rl.cluster.child import CONTROLLER
 from monarch_rl.config import Config
 from monarch_rl.engine import engine_environment
 from monarch_rl.observe.quiet import silent_stderr
 
 if TYPE_CHECKING:
-    from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
     from monarch._rust_bindings.monarch_hyperactor.shape import Point
     from monarch.actor import HostMesh, ProcMesh
 
@@ -23,6 +24,8 @@ MONARCH_ENVIRONMENT = {
     "HYPERACTOR_CLEANUP_TIMEOUT": "500ms",
     "MONARCH_RDMA_MAX_CHUNK_SIZE_MB": "8",
 }
+ROLE = "MONARCH_RL_PROCESS"
+"""Variable that tells which process of a run one is, e.g. `trainer 0`; the command lines are all alike (`ps e` shows it)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,15 @@ def host() -> HostMesh:
 
 def spawn(on: HostMesh, processes: Processes, environment: Mapping[str, str]) -> ProcMesh:
     """Start processes whose environment is set before Python starts, so that torch and CUDA see it when they are imported."""
-    from monarch.actor import default_bootstrap_cmd
+    from monarch._rust_bindings.monarch_hyperactor.host_mesh import BootstrapCommand
 
     def command(point: Point) -> BootstrapCommand:
         rank = point[processes.dim]
-        devices = {"CUDA_VISIBLE_DEVICES": str(processes.gpus[rank])} if processes.gpus else {"CUDA_VISIBLE_DEVICES": ""}
-        return default_bootstrap_cmd().with_env({**environment, **devices})
+        own = {
+            "CUDA_VISIBLE_DEVICES": str(processes.gpus[rank]) if processes.gpus else "",
+            ROLE: f"{processes.name} {rank}",
+            CONTROLLER: str(os.getpid()),
+        }
+        return BootstrapCommand(sys.executable, None, ["-m", "monarch_rl.cluster.child"], {**environment, **own})
 
     return on.spawn_procs({processes.dim: processes.count}, name=processes.name, bootstrap_command=command)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from monarch.actor import this_host
-from weight_actors import Reader, Writer
 
 from actors.publisher import Publisher
 from monarch_rl.types import Version
 from monarch_rl.weights.plan import LoadPlan, Piece
 from monarch_rl.weights.slots import Offer
+from tests.actors.weight_actors import Reader, Writer
 
 ROWS, COLUMNS = 2051, 1024  # 8 MB: three registered pieces, the last one short
 

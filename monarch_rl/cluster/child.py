@@ -1,0 +1,31 @@
+"""What each process of a run starts as: tied to its controller before anything else, then Monarch's own main.
+
+Monarch ties its processes to their parent too, but only after half a second of imports; a controller that is killed
+meanwhile would leave them behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+CONTROLLER = "MONARCH_RL_CONTROLLER"
+"""Variable with the process id of the controller."""
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends; end it now when the parent is gone already. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    die_with_parent(int(os.environ[CONTROLLER]))
+    from monarch._src.actor.bootstrap_main import invoke_main
+
+    invoke_main()
