@@ -166,4 +166,7 @@ class Generator(Actor):
 def _refusal(error: Exception) -> str:
     """What vLLM has against its settings, in one line; it checks them with pydantic, whose errors come in paragraphs."""
     listed = getattr(error, "errors", None)
-    return f"generator.engine: {listed()[0]['msg']}" if listed else str(error).partition("\n")[0]
+    if listed is None:
+        return str(error).partition("\n")[0]
+    first = listed()[0]
+    return f"{'.'.join(['generator.engine', *map(str, first['loc'])])}: {first['msg'].removeprefix('Value error, ')}"

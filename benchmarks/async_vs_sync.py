@@ -1,5 +1,9 @@
 """Wall time of the same job with `buffer.max_age=0` against the recipe's default, runs in turn: what asynchrony is worth.
 
+A step is a step here, though the two do not learn the same in one: an asynchronous step trains older tokens, and where the policy is
+better more groups are dead and have to be replaced. So the table also says when the mean reward of three steps first reached 0.8, and
+`buffer.dead_groups=keep` compares the two on the same number of episodes.
+
 Time counts from row 0 of `metrics.jsonl`, when everything is started, to the last step. Evaluation is off. With `--tool-median` every
 episode waits for a tool with a heavy-tailed latency (log-normal, 5 % stragglers that take 20 times as long; sleeping, not computing),
 dead groups are kept so that both jobs train the same prompts, and beside the ratio stands the one that the real ledger gives in
@@ -77,7 +81,7 @@ def durations(group: Row, median_s: float) -> list[Episode]:
 def show(pairs: list[tuple[Job, Job]], ideal: float | None, out: Path | None) -> None:
     ratios = [synchronous.wall_s / asynchronous.wall_s for synchronous, asynchronous in pairs]
     rows = [(name, *columns([pair[kind] for pair in pairs])) for kind, name in enumerate(("buffer.max_age=0", "default"))]
-    header = ("job", "wall", "per step", "trained tokens/s", "generated tokens", "waited for data", "reward, last 5 steps")
+    header = ("job", "wall", "per step", "trained tokens/s", "generated tokens", "waited for data", "reward 0.8 after", "last reward")
     text = f"{table(header, rows)}\n\nasynchronous is {spread(ratios)} times as fast"
     result: Row = {"ratio": median(ratios), "ratios": ratios, "wall_s": [[job.wall_s for job in pair] for pair in pairs]}
     if ideal is not None:
@@ -94,8 +98,22 @@ def columns(jobs: list[Job]) -> list[str]:
         spread([job.total("tokens/trained") / job.wall_s for job in jobs], 0),
         spread([job.total("tokens/generated") for job in jobs], 0),
         f"{median(job.total('time/wait_batch_s') / job.wall_s for job in jobs):.0%}",
+        reached(jobs, 0.8),
         f"{median(median(row['reward/mean'] for row in job.rows[1:][-5:]) for job in jobs):.2f}",
     ]
+
+
+def reached(jobs: list[Job], reward: float) -> str:
+    """Median time after which the mean reward of three steps in a row was `reward`; `-` unless every job got there."""
+    times = [time for job in jobs if (time := _reached_s(job.rows, reward)) is not None]
+    return f"{median(times):.0f} s" if len(times) == len(jobs) else "-"
+
+
+def _reached_s(rows: list[Row], reward: float) -> float | None:
+    for last in range(3, len(rows)):
+        if sum(row["reward/mean"] for row in rows[last - 2 : last + 1]) >= 3 * reward:
+            return float(rows[last]["wall_s"] - rows[0]["wall_s"])
+    return None
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import runpy
 import signal
 import sys
 
@@ -26,6 +27,4 @@ def die_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(os.environ[CONTROLLER]))
-    from monarch._src.actor.bootstrap_main import invoke_main
-
-    invoke_main()
+    runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)

@@ -109,8 +109,6 @@ async def started(path: Path, kv_bytes: int = 64 << 20) -> System:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["random", "shipped"])
 async def system(request: pytest.FixtureRequest, random_model: Path) -> AsyncIterator[System]:
-    if request.param == "shipped" and not SHIPPED.exists():
-        pytest.skip("no shipped model")
     system = await started(random_model if request.param == "random" else SHIPPED)
     with pytest.raises(EngineError, match="before the first swap"):
         await system.engine.generate([1], Sampling(1), 0)

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -54,15 +54,18 @@ class Job:
     def rows(self) -> list[dict[str, Any]]:
         """Of metrics.jsonl, which must be JSON proper: without NaN."""
         lines = (self.output_dir / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line, parse_constant=lambda constant: pytest_fail(constant)) for line in lines]
+        return [json.loads(line, parse_constant=_refuse) for line in lines]
 
     def until_steps(self, steps: int) -> None:
         self._until(lambda: sum(line.startswith("step ") for line in self.out.splitlines()) > steps, f"step {steps}")
 
-    def until_processes(self, role: str) -> None:
+    def until_process(self, role: str) -> None:
         self._until(lambda: role in self.roles(), f"process {role}")
 
-    def _until(self, reached: Any, what: str) -> None:
+    def until_said(self, text: str) -> None:
+        self._until(lambda: text in self.out, repr(text))
+
+    def _until(self, reached: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + START_S
         while not reached():
             assert self.process.poll() is None, f"ended before {what}: {self.err}"
@@ -113,7 +116,7 @@ def _lives(process: psutil.Process) -> bool:
         return False
 
 
-def pytest_fail(constant: str) -> None:
+def _refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is no JSON")
 
 

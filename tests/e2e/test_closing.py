@@ -23,7 +23,7 @@ def assert_interrupted(job: Job, code: int) -> None:
 def test_ctrl_c_while_the_system_starts(tmp_path: Path) -> None:
     """Case 71."""
     with started(tmp_path, *LONG) as job:
-        job.until_processes("scorer 0")
+        job.until_process("scorer 0")
         job.signal(SIGINT)
         assert_interrupted(job, 130)
 
@@ -42,10 +42,9 @@ def test_ctrl_c_while_it_trains_leaves_what_was_written(tmp_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     with started(tmp_path, *LONG) as job:
-        job.until_processes("scorer 0")
+        job.until_process("scorer 0")
         job.signal(SIGINT)
-        while "closing" not in job.out:
-            pass
+        job.until_said("closing")
         job.signal(SIGINT)
         assert job.wait(GONE_S) == 130
         assert job.gone_within(2.0) == []
@@ -56,7 +55,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 def test_a_controller_that_is_killed_takes_everything_with_it(tmp_path: Path) -> None:
     """Case 71."""
     with started(tmp_path, *LONG) as job:
-        job.until_processes("scorer 0")
+        job.until_process("scorer 0")
         job.signal(SIGKILL)
         assert job.wait() == -SIGKILL
         assert job.gone_within(GONE_S) == []
