@@ -171,6 +171,7 @@ def _metrics(trained: list[Trained], packed: list[Batch], device_mesh: DeviceMes
     tokens, fresh = max(1, total["tokens"]), max(1, total["fresh"])
     metrics = {
         "loss/policy": total["loss"],
+        "loss/kl": 0.0,  # there is no reference policy yet
         "entropy": total["entropy"] / tokens,
         "ratio/mean": total["ratio"] / tokens,
         "ratio/max": most["ratio"],

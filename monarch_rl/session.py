@@ -14,6 +14,7 @@ from monarch_rl.config import Config, UserError
 from monarch_rl.observe import console
 from monarch_rl.observe.live import make_console
 from monarch_rl.observe.metrics import GeneratorFigures, GeneratorReport, MetricsFile, trainer_figures
+from monarch_rl.observe.report import write_report
 from monarch_rl.observe.timeline import Span, Trace
 from monarch_rl.supervise import PROCESS_DIED, NamedTimeout, answer, obituary, root
 from monarch_rl.types import Version
@@ -154,6 +155,7 @@ class Session:
                 await asyncio.gather(*[mesh.stop() for mesh, _ in self._processes.values()], return_exceptions=True)
         self._metrics_file.close()
         self._trace.write(self.output_dir / "timeline.json")
+        write_report(self.output_dir)
 
     async def _shut(self, deadline_s: float) -> None:
         """Let actors put down what they hold. One that has died, hangs or computes for longer misses nothing but this."""

@@ -15,7 +15,7 @@ SHORT = f"steps={STEPS} buffer.prompts_per_step=16 eval.prompts=64 eval.every=4 
 
 PROMISED = """
 step version wall_s reward/mean reward/std reward/frac_dead_groups episode/tokens_mean episode/tokens_max episode/frac_truncated
-loss/policy grad_norm lr entropy ratio/mean ratio/max age/mean age/max lag/mean lag/max buffer/fill buffer/dropped time/step_s
+loss/policy loss/kl grad_norm lr entropy ratio/mean ratio/max age/mean age/max lag/mean lag/max buffer/fill buffer/dropped time/step_s
 time/wait_batch_s time/train_s sync/stage_s sync/pull_s sync/pause_s sync/bytes tokens/generated tokens/trained
 throughput/generated_tok_s throughput/trained_tok_s idle/generator idle/trainer
 """.split()  # noqa: SIM905
@@ -83,6 +83,12 @@ def test_the_timeline_is_a_chrome_trace(run: Run) -> None:
     assert lanes == {"trainer 0", "generator 0"}
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert names == {"wait", "train", "stage", "generate", "pull", "swap"}
+
+
+def test_the_report_shows_the_run(run: Run) -> None:
+    page = (run.folder / "report.html").read_text()
+    assert f"(version 0.{STEPS})" in page
+    assert "<polyline" in page
 
 
 def test_the_model_loads_in_transformers(run: Run) -> None:

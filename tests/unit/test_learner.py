@@ -170,6 +170,7 @@ def test_metrics_of_a_scripted_batch(mesh: DeviceMesh) -> None:
     mismatch = {"mismatch/kl": (2 - 1 - math.log(2)) / 2, "mismatch/mean_abs": math.log(2) / 2, "mismatch/max_abs": math.log(2)}
     expected = {
         "loss/policy": -(0.5 * 1 + 0.5 * 1 - 0.5 * 0.8) / 3,
+        "loss/kl": 0.0,
         "entropy": -uniform,
         "ratio/mean": (1 + 2 + 0.25) / 3,
         "ratio/max": 2.0,
