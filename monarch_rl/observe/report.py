@@ -25,10 +25,16 @@ WIDTH, HEIGHT = 420, 150
 COLOURS = ("#1f77b4", "#d9730d", "#2a9d4b")
 ROLLOUTS = 12
 STYLE = """
-:root { color-scheme: light dark } body { font: 15px/1.5 system-ui, sans-serif; max-width: 920px; margin: 2em auto; padding: 0 1em }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, 440px); gap: 1.5em 1em; margin: 1.5em 0 } figure { margin: 0 } figcaption { font-weight: 600 } svg text { font-size: 11px;
-fill: currentColor } .legend span { margin-right: 1em } table { border-collapse: collapse } td, th { text-align: left; padding: .15em 1em
-.15em 0; vertical-align: top } code, pre { font: 13px ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
+:root { color-scheme: light dark }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 920px; margin: 2em auto; padding: 0 1em }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, 440px); gap: 1.5em 1em; margin: 1.5em 0 }
+figure { margin: 0 }
+figcaption { font-weight: 600 }
+svg text { font-size: 11px; fill: currentColor }
+.legend span { margin-right: 1em }
+table { border-collapse: collapse }
+td, th { text-align: left; padding: .15em 1em .15em 0; vertical-align: top }
+code, pre { font: 13px ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere }
 """
 
 
