@@ -149,7 +149,7 @@ class Config:
     profile: str = "auto"
     """section of the recipe's `profiles` to apply; auto: cuda where there is a GPU, else cpu"""
     seed: int = 0
-    """of prompts, sampling and initial weights"""
+    """of prompts and sampling"""
     steps: int = 50
     """optimizer steps"""
     output_dir: str = "runs/${recipe}"

@@ -30,8 +30,6 @@ LEAVE_S = 0.1
 """From when a process says that it ends until it does, for the word to get out."""
 STOP_S = 1.0
 """For Monarch to take note, when all processes have ended."""
-LOOK_S = 0.5
-"""Between two looks at the generators, for the console and the timeline."""
 DEATH_NOTICE_S = 1.5
 """Monarch looks after its processes twice a second; so long may it take to hear of a death after its consequences."""
 
@@ -98,7 +96,7 @@ class Session:
             async with asyncio.TaskGroup() as tasks:
                 self._background = tasks
                 watch = tasks.create_task(self._watch(), name="watch")
-                look = tasks.create_task(self._look(), name="look")
+                listen = tasks.create_task(self._listen(), name="listen")
                 tasks.create_task(self._record_rows(), name="records")
                 for generator in self._generators:
                     tasks.create_task(_reply(generator.follow.call_one(self._publishers, self._slots, self._plan_digest)))
@@ -106,7 +104,8 @@ class Session:
                 yield
                 await self._rest()
                 watch.cancel()
-                look.cancel()
+                listen.cancel()
+                await self._reports()  # of the last pull and swap
         except BaseExceptionGroup as group:
             raise _first(group) from None
 
@@ -255,9 +254,10 @@ class Session:
             if every and step and step % every == 0:
                 self.console.rollouts(await self._buffer.samples.call_one(console.SAMPLES))
 
-    async def _look(self) -> None:
+    async def _listen(self) -> None:
+        """Hand on what the generators report as it comes, also within a long step."""
         while True:
-            await asyncio.sleep(LOOK_S)
+            await self._metrics.news.call_one()
             await self._reports()
 
     async def _reports(self) -> list[GeneratorReport]:

@@ -17,14 +17,6 @@ CHUNK_BYTES = 4 << 20
 """Size of one registered buffer: one action pipelines its buffers, while the bytes of one buffer go one after the other."""
 
 
-def backend() -> str:
-    """Name of the transport that buffers of this process will use: `ibverbs` or `tcp`."""
-    from monarch.rdma import is_ibverbs_available
-
-    with silent_stderr():
-        return "ibverbs" if is_ibverbs_available() else "tcp"
-
-
 def cut(nbytes: int) -> list[slice]:
     """The pieces in which a region of `nbytes` is registered, checksummed and read."""
     return [slice(a, min(a + CHUNK_BYTES, nbytes)) for a in range(0, nbytes, CHUNK_BYTES)]

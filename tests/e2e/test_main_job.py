@@ -83,6 +83,8 @@ def test_the_timeline_is_a_chrome_trace(run: Run) -> None:
     assert lanes == {"trainer 0", "generator 0"}
     names = {event["name"] for event in events if event["ph"] == "X"}
     assert names == {"wait", "train", "stage", "generate", "pull", "swap"}
+    pulled = [event["args"]["version"] for event in events if event["ph"] == "X" and event["name"] == "pull"]
+    assert pulled[-1] == f"0.{STEPS}", "the last pull is missing"
 
 
 def test_the_report_shows_the_run(run: Run) -> None:
@@ -133,6 +135,7 @@ def test_max_age_one_is_the_double_buffer_with_two_ranks_and_two_replicas(tmp_pa
     wide = ["steps=4", "buffer.max_age=1", "trainer.ranks=2", "generator.replicas=2", "weights.every=2"]
     done = monarch_rl("recipe=grpo_qwen", *SHORT, *wide, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    rows = Run(tmp_path / "runs" / "grpo_qwen", done).rows
-    assert max(row["age/max"] for row in rows[1:]) == 1
-    assert len({row["tokens/trained"] for row in rows[1:]}) > 1
+    wide_run = Run(tmp_path / "runs" / "grpo_qwen", done)
+    assert max(row["age/max"] for row in wide_run.rows[1:]) == 1
+    sampled = {version for group in wide_run.groups for episode in group["episodes"] for version in episode["versions"]}
+    assert sampled == {"0.0", "0.2"}, "every second version is published, and the last one comes too late to be trained on"
