@@ -4,6 +4,9 @@ Both have the same settings, prompts, seeds and sampling parameters, one request
 process, one message per group of 8, 32 groups at once, the next as soon as one is finished. The two take turns while the other is idle;
 a ratio is that of two neighbours in time. Beside it: the bare engine with one request of n=8 per group, which gives no episode
 a seed, partial tokens and an end of its own.
+
+Twice: with episodes of one length, as a model makes them that has learnt the task, and with episodes as the untrained model ends
+them, which are so short that messages weigh most.
 """
 
 from __future__ import annotations
@@ -38,6 +41,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=12, help="of each side (12)")
     parser.add_argument("--groups", type=int, default=96, help="groups of a turn (96)")
     parser.add_argument("--at-once", type=int, default=32, help="groups in the engine at a time (32)")
+    parser.add_argument("--tokens", type=int, default=32, help="of an episode, where all have one length (32)")
     parser.add_argument("overrides", nargs="*", help="key=value of the default job, e.g. generator.group_size=16")
     asyncio.run(measure(parser.parse_args()))
 
@@ -45,32 +49,38 @@ def main() -> None:
 async def measure(options: Namespace) -> None:
     config = load([*JOB, *options.overrides]).config
     os.environ.update(local.environment(config))
-    turns = make_turns(config, options.groups, options.at_once, options.turns + WARM_UP)
-    timings: dict[str, list[Timing]] = {"actor": [], "bare": [], "bare, n=G": []}
+    shapes = {f"{options.tokens} tokens each": options.tokens, "as the model ends them": None}
+    turns = {shape: make_turns(config, options, tokens) for shape, tokens in shapes.items()}
     bare = Bare(config)
     async with actor(config) as run_actor:
         bare.wait()
-        for work in turns:
-            timings["actor"].append(await run_actor(work))
-            timings["bare"].append(await asyncio.to_thread(bare.run, work))
-            timings["bare, n=G"].append(await asyncio.to_thread(bare.run, work._replace(one_request_per_group=True)))
-    steps = bare.close()
-    show({name: timed[WARM_UP:] for name, timed in timings.items()}, decode_costs(steps), options.out)
+        timings = {shape: await take_turns(turns[shape], run_actor, bare) for shape in shapes}
+    show(timings, decode_costs(bare.close()), options.out)
 
 
-def make_turns(config: Config, groups: int, at_once: int, count: int) -> list[Work]:
-    """Prompts of the default job, each once, so that no turn finds the prefixes of another in the cache."""
+async def take_turns(turns: list[Work], run_actor: Callable[[Work], Any], bare: Bare) -> dict[str, list[Timing]]:
+    timings: dict[str, list[Timing]] = {"actor": [], "bare": [], "bare, n=G": []}
+    for work in turns:
+        timings["actor"].append(await run_actor(work))
+        timings["bare"].append(await asyncio.to_thread(bare.run, work))
+        timings["bare, n=G"].append(await asyncio.to_thread(bare.run, work._replace(one_request_per_group=True)))
+    return {name: timed[WARM_UP:] for name, timed in timings.items()}
+
+
+def make_turns(config: Config, options: Namespace, tokens: int | None) -> list[Work]:
+    """Prompts of the default job, those of a turn each once; `tokens` for each episode, or as many as the model makes of them."""
     from actors.rollout import episode_seed
 
     renderer, task = Renderer.of(config.model), load_task(config.task, config.task_args, config.seed)
-    sampling = Sampling(config.generator.max_new_tokens, config.generator.temperature, renderer.stop_ids)
+    longest, stop_ids = (config.generator.max_new_tokens, renderer.stop_ids) if tokens is None else (tokens, ())
+    sampling = Sampling(longest, config.generator.temperature, stop_ids)
 
     def group(ordinal: int) -> tuple[list[int], list[int]]:
         seeds = [episode_seed(config.seed, "train", ordinal, 1, index) for index in range(config.generator.group_size)]
         return renderer.render(task.prompt(ordinal, "train").content), seeds
 
-    starts = range(0, groups * count, groups)
-    return [Work([group(ordinal) for ordinal in range(start, start + groups)], at_once, sampling) for start in starts]
+    starts = range(0, options.groups * (options.turns + WARM_UP), options.groups)
+    return [Work([group(ordinal) for ordinal in range(start, start + options.groups)], options.at_once, sampling) for start in starts]
 
 
 @asynccontextmanager
@@ -129,29 +139,41 @@ def decode_costs(steps: list[tuple[int, float]]) -> tuple[float, float]:
     return float(constant), float(slope)
 
 
-def show(timings: dict[str, list[Timing]], costs: tuple[float, float], out: Path | None) -> None:
-    rates = {name: [t.tokens / t.wall_s for t in timed] for name, timed in timings.items()}
-    per_cpu = {name: [t.tokens / t.cpu_s for t in timed] for name, timed in timings.items()}
-
-    def ratios(of: dict[str, list[float]], name: str) -> list[float]:
-        return [one / other for one, other in zip(of[name], of["bare"], strict=True)]
-
-    def line(name: str, timed: list[Timing]) -> tuple[str, ...]:
-        steps, decoding = median(t.steps for t in timed), median(t.decoding_s / t.wall_s for t in timed)
-        of_bare, of_bare_cpu = spread(ratios(rates, name), 3), spread(ratios(per_cpu, name), 3)
-        return name, spread(rates[name], 0), of_bare, spread(per_cpu[name], 0), of_bare_cpu, f"{steps:.0f}", f"{decoding:.1%}"
-
-    rows = [line(name, timed) for name, timed in timings.items()]
-    header = ("engine", "tokens/s", "of bare", "tokens per CPU-second", "of bare", "steps of a turn", "time in steps")
+def show(timings: dict[str, dict[str, list[Timing]]], costs: tuple[float, float], out: Path | None) -> None:
+    header = ("episodes", "engine", "tokens/s", "of bare", "tokens per CPU-second", "of bare", "steps of a turn", "time in steps")
+    rows = [(shape, name, *line(timed, of["bare"])) for shape, of in timings.items() for name, timed in of.items()]
     text = table(header, rows) + f"\n\ndecode step of the bare engine: {costs[0] * 1e3:.2f} ms + {costs[1] * 1e6:.1f} µs per request"
     result: Row = {
-        "ratio": median(ratios(rates, "actor")),
-        "cpu_ratio": median(ratios(per_cpu, "actor")),
+        "ratio": {shape: median(ratios(of["actor"], of["bare"], rate)) for shape, of in timings.items()},
+        "cpu_ratio": {shape: median(ratios(of["actor"], of["bare"], rate_per_cpu)) for shape, of in timings.items()},
         "decode_s": costs[0],
         "decode_per_request_s": costs[1],
-        "turns": {name: [t._asdict() for t in timed] for name, timed in timings.items()},
+        "turns": {shape: {name: [t._asdict() for t in timed] for name, timed in of.items()} for shape, of in timings.items()},
     }
     report(out, text, result)
+
+
+def line(timed: list[Timing], bare: list[Timing]) -> tuple[str, ...]:
+    return (
+        spread([rate(t) for t in timed], 0),
+        spread(ratios(timed, bare, rate), 3),
+        spread([rate_per_cpu(t) for t in timed], 0),
+        spread(ratios(timed, bare, rate_per_cpu), 3),
+        f"{median(t.steps for t in timed):.0f}",
+        f"{median(t.decoding_s / t.wall_s for t in timed):.1%}",
+    )
+
+
+def rate(timing: Timing) -> float:
+    return timing.tokens / timing.wall_s
+
+
+def rate_per_cpu(timing: Timing) -> float:
+    return timing.tokens / timing.cpu_s
+
+
+def ratios(timed: list[Timing], bare: list[Timing], of: Callable[[Timing], float]) -> list[float]:
+    return [of(one) / of(other) for one, other in zip(timed, bare, strict=True)]
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -56,6 +56,15 @@ class EngineStats:
     """Spent writing weights, when nothing is decoded."""
 
 
+class _Call:
+    """What one caller waits for: the outputs of its requests, in the order in which it named them."""
+
+    __slots__ = ("future", "missing", "outputs")
+
+    def __init__(self, future: asyncio.Future[list[Any]], requests: int) -> None:
+        self.future, self.missing, self.outputs = future, requests, [None] * requests
+
+
 def engine_environment(cpu: bool) -> dict[str, str]:
     """Variables that the engine's process needs before it imports torch."""
     common = {
@@ -88,7 +97,7 @@ class Engine:
         # From here on: written by the engine thread only.
         self._llm: Any = None
         self._version: Version | None = None
-        self._requests: dict[str, tuple[asyncio.Future[Any], str]] = {}
+        self._requests: dict[str, tuple[_Call, int, str]] = {}
         self._results: list[tuple[asyncio.Future[Any], Any]] = []
         self._doing = "starting"
         self._tokens = self._steps = self._swaps = 0
@@ -168,15 +177,12 @@ class Engine:
         self._check()
         if self._version is None:
             raise EngineError("the engine holds no weights yet: nothing can be generated before the first swap")
-        room = self._room(ids, sampling)
-        futures = [self._promise() for _ in seeds]
-        for (name, seed), future in zip(seeds.items(), futures, strict=True):
-            self._jobs.put(partial(self._admit, name, list(ids), sampling, seed, room, future))
+        call = _Call(self._promise(), len(seeds))
+        self._jobs.put(partial(self._admit, call, seeds, list(ids), sampling, self._room(ids, sampling)))
         try:
-            return [_generation(output) for output in await asyncio.gather(*futures)]
+            return [_generation(output) for output in await call.future]
         except asyncio.CancelledError:
-            for name in seeds:
-                self._jobs.put(partial(self._abort, name))
+            self._jobs.put(partial(self._abandon, seeds))
             raise
 
     def _room(self, ids: Sequence[int], sampling: Sampling) -> int:
@@ -264,21 +270,33 @@ class Engine:
         self._doing = "decoding"
         start = time.perf_counter()
         for output in self._llm.step():
-            future, _ = self._requests.pop(output.request_id)
-            self._results.append((future, output))
+            call, index, _ = self._requests.pop(output.request_id)
+            self._finish(call, index, output)
         self._steps += 1
         self._busy_s += time.perf_counter() - start
 
-    def _admit(self, name: str, ids: list[int], sampling: Sampling, seed: int, room: int, future: asyncio.Future[Any]) -> None:
+    def _finish(self, call: _Call, index: int, output: Any) -> None:
+        call.outputs[index] = output
+        call.missing -= 1
+        if not call.missing:
+            self._results.append((call.future, call.outputs))
+
+    def _admit(self, call: _Call, seeds: dict[str, int], ids: list[int], sampling: Sampling, room: int) -> None:
         from vllm.inputs.engine import tokens_input
 
-        if name in self._requests:
-            self._results.append((future, EngineError(f"request {name} is already running")))
+        taken = next((name for name in seeds if name in self._requests), None)
+        if taken is not None:
+            self._results.append((call.future, EngineError(f"request {taken} is already running")))
             return
         self._doing = "admitting a request"
         # The salt keeps a prefix that other weights computed from being found in the cache.
         prompt = tokens_input(ids, cache_salt=str(self._version))
-        self._requests[name] = (future, self._llm.add_request(name, prompt, request_parameters(sampling, seed, room)))
+        for index, (name, seed) in enumerate(seeds.items()):
+            self._requests[name] = (call, index, self._llm.add_request(name, prompt, request_parameters(sampling, seed, room)))
+
+    def _abandon(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._abort(name)
 
     def _abort(self, name: str) -> None:
         from vllm.v1.engine import FinishReason
@@ -286,12 +304,12 @@ class Engine:
         if name not in self._requests:
             return
         self._doing = "aborting a request"
-        future, internal = self._requests.pop(name)
+        call, index, internal = self._requests.pop(name)
         # vLLM returns nothing for an aborted request, so what it sampled is taken first.
         state = self._llm.output_processor.request_states[internal]
         output = state.make_request_output([], None, FinishReason.ABORT, None)
         self._llm.abort_request([internal], internal=True)
-        self._results.append((future, output))
+        self._finish(call, index, output)
 
     def _swap(self, write: Callable[[list[Tensor]], None], version: Version) -> float:
         import torch
