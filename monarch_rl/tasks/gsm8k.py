@@ -75,7 +75,7 @@ def numeric() -> Verifier:
 def math_verify() -> Verifier:
     """Stops endless expressions by signals, so it works on a main thread only, as the reward has one; imported there, at the first use."""
     if find_spec("math_verify") is None:
-        raise UserError("task_args.reward=math_verify needs the package math-verify: pip install -e '.[envs]'")
+        raise UserError("task_args.reward=math_verify needs the package math-verify: pip install --no-deps -r requirements/envs.txt")
 
     def equals(completion: str, answer: Decimal) -> bool:
         from math_verify import parse, verify
@@ -114,7 +114,7 @@ def _load(path: str, *args: str | None, **options: str) -> Rows:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"task_args.path={path} needs the package datasets: pip install -e '.[envs]'") from error
+        raise UserError(f"task_args.path={path} needs the package datasets: pip install --no-deps -r requirements/envs.txt") from error
     datasets.disable_progress_bars()
     try:
         return list(datasets.load_dataset(*args, **options))

@@ -94,7 +94,8 @@ def _factory(dataset: str) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:
-        raise UserError(f"task={PREFIX}{dataset} needs the package reasoning-gym: pip install -e '.[envs]'") from error
+        install = "pip install --no-deps -r requirements/envs.txt"
+        raise UserError(f"task={PREFIX}{dataset} needs the package reasoning-gym: {install}") from error
     if dataset not in DATASETS:
         near = difflib.get_close_matches(dataset, DATASETS, n=1)
         raise UserError(f"task={PREFIX}{dataset}: reasoning-gym has no such task" + (f"; did you mean {near[0]!r}?" if near else ""))

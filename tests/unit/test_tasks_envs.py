@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,10 +17,6 @@ from monarch_rl.types import Prompt
 ROWS = '{"question": "What is a half?", "answer": "#### 0.5"}'
 
 
-def needs(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(find_spec(package) is None, reason="pip install .[envs]")
-
-
 @pytest.mark.parametrize(("spec", "package"), [("reasoning_gym:chain_sum", "reasoning_gym"), ("gsm8k", "math_verify")])
 def test_a_missing_package_is_named_with_what_to_install(spec: str, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, package, None)
@@ -29,7 +24,7 @@ def test_a_missing_package_is_named_with_what_to_install(spec: str, package: str
     monkeypatch.setattr("monarch_rl.tasks.gsm8k.find_spec", lambda name: None)
     (rows := tmp_path / "rows.jsonl").write_text(ROWS)
     args = {"path": str(rows), "eval_path": str(rows), "reward": "math_verify"} if spec == "gsm8k" else {}
-    with pytest.raises(UserError, match=r"pip install -e '\.\[envs\]'"):
+    with pytest.raises(UserError, match=r"pip install --no-deps -r requirements/envs\.txt"):
         load_task(spec, args, seed=0)
 
 
@@ -39,7 +34,6 @@ def test_an_unknown_way_to_judge_is_refused(tmp_path: Path) -> None:
         GSM8K(path=str(rows), reward="exact")  # type: ignore[arg-type]
 
 
-@needs("reasoning_gym")
 def test_reasoning_gym_prompts_are_pure_and_its_splits_are_disjoint() -> None:
     task = load_task("reasoning_gym:chain_sum", {"chat": False, "max_terms": 3}, seed=1)
     train = [task.prompt(ordinal, "train") for ordinal in range(150)]
@@ -52,7 +46,6 @@ def test_reasoning_gym_prompts_are_pure_and_its_splits_are_disjoint() -> None:
     assert {str(other.prompt(ordinal, "eval").content) for ordinal in range(100)} == held_out
 
 
-@needs("reasoning_gym")
 def test_reasoning_gym_rewards() -> None:
     task = load_task("reasoning_gym:chain_sum", {}, seed=0)
     prompt = task.prompt(0, "train")
@@ -66,13 +59,11 @@ def test_reasoning_gym_rewards() -> None:
     assert raw.reward(prompt, Completion(f"4+7=11;#{gold}")) == 1.0
 
 
-@needs("reasoning_gym")
 def test_a_scorer_that_fails_on_an_answer_takes_it_for_wrong() -> None:
     task = load_task("reasoning_gym:prime_factorization", {}, seed=0)
     assert task.reward(task.prompt(0, "train"), Completion("<answer>junk</answer>")) == 0.0
 
 
-@needs("reasoning_gym")
 @pytest.mark.parametrize(
     ("spec", "args", "message"),
     [
@@ -89,7 +80,6 @@ def test_what_cannot_be_trained_on_is_refused(spec: str, args: dict[str, int], m
     assert message in str(caught.value)
 
 
-@needs("math_verify")
 async def test_math_verify_judges_in_the_reward_process(tmp_path: Path) -> None:
     """It refuses every thread but a main one, and an endless expression is ended by it or by the deadline."""
     (rows := tmp_path / "rows.jsonl").write_text(ROWS)
