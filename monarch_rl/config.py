@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -138,8 +139,34 @@ class ConsoleConfig:
 
 @dataclass
 class ClusterConfig:
+    kind: Literal["local", "attach", "slurm"] = "local"
+    """this host; workers started by hand (`monarch-rl worker`); a Slurm job, submitted unless started inside an allocation"""
+    placement: dict[str, Any] = field(default_factory=dict)
+    """hosts by role, counted from 0, e.g. cluster.placement.generator=[1,2]; by default generators and rollout workers avoid host 0"""
     cpu_threads: int = 1
-    """threads of each process that computes on the CPU; cores are shared by trainer ranks and generators"""
+    """threads of each process that computes on the CPU, at most; a host's cores are shared by its trainer ranks and generators"""
+    hosts: list[str] = field(default_factory=list)
+    """addresses of the workers for kind attach, e.g. [tcp://10.0.0.1:7000, tcp://10.0.0.2:7000]"""
+    attach_deadline_s: float = 60.0
+    """so long workers may take to answer"""
+    heartbeat_s: float = 30.0
+    """a worker that hears nothing from its controller for so long ends all that it has started"""
+    nodes: int = 1
+    """for kind slurm: nodes of the job"""
+    gpus_per_node: int = 0
+    """of the submitted job; 0 means none are asked for"""
+    partition: str = ""
+    """of the submitted job; empty: Slurm's default"""
+    time_limit: str = ""
+    """of the submitted job, as sbatch takes it, e.g. 4:00:00; empty: the partition's"""
+    account: str = ""
+    """of the submitted job"""
+    qos: str = ""
+    """of the submitted job"""
+    warning_s: int = 120
+    """so long before its time limit the submitted job is told to save and to queue again"""
+    sbatch_args: list[str] = field(default_factory=list)
+    """further arguments of sbatch, e.g. [--exclusive, --mem=0]"""
 
 
 @dataclass
@@ -211,6 +238,8 @@ class Key:
             return "mapping"
         if get_origin(self.hint) is tuple:
             return f"{len(get_args(self.hint))} numbers"
+        if get_origin(self.hint) is list:
+            return "texts"
         if self.hint is Any:
             return "str, list"
         return str(self.hint.__name__)
@@ -263,6 +292,7 @@ LEAST = {
     "eval.every": 0,
     "eval.prompts": 0,
     "console.rollouts_every": 0,
+    "cluster.gpus_per_node": 0,
 }
 """Smallest allowed value of the whole numbers that are not simply at least 1."""
 
@@ -289,6 +319,7 @@ def validate(config: Config) -> None:
         raise ConfigError(f"generator.engine.{name}: not passed on to vLLM; " + (f"set {instead}" if instead else "leave it out"))
     _check_ages(config)
     _check_task(config)
+    _check_hosts(config.cluster)
     trainer = config.trainer
     if config.generator.group_size < 2:
         raise ConfigError(f"generator.group_size: must be at least 2, for trainer.advantage={trainer.advantage} compares within a group")
@@ -335,6 +366,13 @@ def _check_task(config: Config) -> None:
             raise ConfigError(f"task[{at}].weight: must be a finite number above 0, got {weight!r}")
         if not isinstance(part.get("args", {}), dict):
             raise ConfigError(f"task[{at}].args: must be a mapping, got {part['args']!r}")
+
+
+def _check_hosts(cluster: ClusterConfig) -> None:
+    if cluster.kind == "attach" and not cluster.hosts:
+        raise ConfigError("cluster.hosts: cluster.kind=attach needs at least one address, e.g. [tcp://10.0.0.1:7000]")
+    if twice := [address for address, count in Counter(cluster.hosts).items() if count > 1]:
+        raise ConfigError(f"cluster.hosts: names {twice[0]} twice")
 
 
 def _check_ages(config: Config) -> None:

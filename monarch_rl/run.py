@@ -37,6 +37,8 @@ FLAGS = {"-h", "--help", "--print", "--dry-run"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, else the run's."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] == ["worker"]:
+        return _worker(arguments[1:])
     if not arguments:
         print(USAGE, file=sys.stderr)
         return 2
@@ -52,6 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def _worker(arguments: Sequence[str]) -> int:
+    from monarch_rl.cluster.worker import main as lend
+
+    try:
+        return lend(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 def _start(resolved: Resolved, flags: set[str]) -> int:

@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from monarch_rl.cluster import local
+from monarch_rl.cluster.hosts import Hosts
+from monarch_rl.cluster.placement import place
 from monarch_rl.config import Config, UserError
 from monarch_rl.observe import console
 from monarch_rl.observe.live import make_console
@@ -48,6 +49,7 @@ class Session:
         self._processes: dict[str, tuple[ProcMesh, Process]] = {}
         self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._fault.add_done_callback(lambda fault: fault.cancelled() or fault.exception())  # may come when nobody waits for it
+        self._hosts: Hosts | None = None
         self._serving = False
         self._rows: asyncio.Queue[tuple[int, Mapping[str, float]] | None] = asyncio.Queue()
         self._evaluations: set[asyncio.Task[None]] = set()
@@ -152,6 +154,8 @@ class Session:
         with contextlib.suppress(TimeoutError):  # Monarch waits longer for those that were still starting
             async with asyncio.timeout(STOP_S):
                 await asyncio.gather(*[mesh.stop() for mesh, _ in self._processes.values()], return_exceptions=True)
+        if self._hosts:
+            await self._hosts.close()
         self._metrics_file.close()
         self._trace.write(self.output_dir / "timeline.json")
         write_report(self.output_dir)
@@ -175,7 +179,7 @@ class Session:
 
     async def _start(self) -> None:
         self._listen_for_faults()
-        self._spawn_processes()
+        await self._spawn_processes()
         self._spawn_actors()
         self._engine_starts = [generator.start.call_one() for generator in self._generators]
         from monarch.spmd import setup_torch_elastic_env_async
@@ -200,13 +204,13 @@ class Session:
         if not self._fault.done():
             self._fault.set_exception(ActorDied(report))
 
-    def _spawn_processes(self) -> None:
-        host = local.host()
+    async def _spawn_processes(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._hosts = await Hosts.open(self.config, lambda lost: loop.call_soon_threadsafe(self._died, lost))
         from actors.process import Process
 
-        environment = local.environment(self.config)
-        for processes in local.place(self.config):
-            mesh = local.spawn(host, processes, environment)
+        for processes in place(self.config, self._hosts.facts):
+            mesh = self._hosts.spawn(processes)
             self._processes[processes.name] = mesh, mesh.spawn(f"{processes.name}_process", Process)
 
     def _spawn_actors(self) -> None:
