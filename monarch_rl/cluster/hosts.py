@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +19,7 @@ from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT, Facts, facts
 from monarch_rl.cluster.placement import Processes
 from monarch_rl.cluster.slurm import Allocation
 from monarch_rl.config import Config, UserError
+from monarch_rl.observe.quiet import silent_stderr
 from monarch_rl.supervise import answer
 
 if TYPE_CHECKING:
@@ -129,10 +132,13 @@ async def look(config: Config) -> list[Facts]:
         for link, _ in found:
             link.close()
         return [seen for _, seen in found]
-    if cluster.kind == "slurm":
-        gpus = tuple(map(str, range(cluster.gpus_per_node)))
-        return [Facts(f"node {i}", sys.maxsize, gpus, sys.executable, {}) for i in range(cluster.nodes)]
-    return [facts()]
+    return expected_nodes(config) if cluster.kind == "slurm" else [facts()]
+
+
+def expected_nodes(config: Config) -> list[Facts]:
+    """What a Slurm job will find, as far as it asks for it."""
+    gpus = tuple(map(str, range(config.cluster.gpus_per_node)))
+    return [Facts(f"node {i}", sys.maxsize, gpus, sys.executable, {}) for i in range(config.cluster.nodes)]
 
 
 def _look(config: Config, address: Address) -> tuple[Link, Facts]:
@@ -153,6 +159,14 @@ async def _each(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
     return results  # type: ignore[return-value]
 
 
+def _end_monarch() -> None:
+    """Before Monarch's own handler, which has words for a host that is gone already."""
+    from monarch.actor import shutdown_context
+
+    with contextlib.suppress(TimeoutError):
+        shutdown_context(host_timeout=0.3).get(timeout=1.0)
+
+
 def _use_transport(ips: Sequence[str]) -> None:
     """Have Monarch talk by TCP, on the way that leads to the workers. Must come before anything else of Monarch.
 
@@ -161,10 +175,13 @@ def _use_transport(ips: Sequence[str]) -> None:
     """
     if len({ip.startswith("127.") for ip in ips}) > 1:
         raise UserError("cluster.hosts: 127.0.0.1 is this host only; name each by an address that all of them can reach")
-    from monarch.actor import enable_transport
+    from monarch.actor import context, enable_transport
 
     try:
         enable_transport(f"tcp://{ips[0]}:0")
+        with silent_stderr():
+            context()  # starts Monarch, which says so
+        atexit.register(_end_monarch)
     except RuntimeError:
         raise UserError(
             f"cluster.kind: this process has used Monarch in another way already, and cannot change to tcp://{ips[0]}; "

@@ -24,6 +24,11 @@ def inside_allocation() -> bool:
     return "SLURM_JOB_ID" in os.environ
 
 
+def requeue() -> None:
+    """Have Slurm end this job and queue it again. What a job's script adds on the next start is for the script to say."""
+    subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
+
+
 class Allocation:
     """Workers on the first `cluster.nodes` nodes of the allocation that this process runs in.
 
@@ -82,7 +87,7 @@ class Allocation:
     def _command(self, nodes: int) -> list[str]:
         """With all of a node's cores for its worker, whatever Slurm would give to a single task."""
         srun = ["srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--overlap", "--cpu-bind=none"]
-        output = ["--kill-on-bad-exit=0", f"--output={self._logs}/%N.log", "--job-name=workers"]
+        output = ["--kill-on-bad-exit=0", f"--output={self._logs}/%N-%t.log", "--job-name=workers"]
         return [*srun, *output, sys.executable, "-m", "monarch_rl.run", "worker", "--publish", str(self._meeting)]
 
     def _last_words(self) -> str:
