@@ -68,7 +68,8 @@ class Worker:
             self._ip = socket.gethostbyname(address.host)
             server = await asyncio.start_server(self._serve, self._ip, address.port)
         except OSError as error:
-            raise UserError(f"--address {address}: {error.strerror or error}") from error
+            why = error.strerror if isinstance(error, socket.gaierror) else os.strerror(error.errno or 0)
+            raise UserError(f"--address {address}: {why}") from error
         self.address = Address(address.host, server.sockets[0].getsockname()[1])
         _say(f"{self.address} on {socket.gethostname()}")
         if publish:

@@ -84,7 +84,7 @@ def test_two_jobs_share_the_nodes_and_one_is_cancelled(tmp_path: Path) -> None:
 def test_a_failure_inside_the_job_is_streamed_and_gives_its_exit_code(tmp_path: Path) -> None:
     job = finished(tmp_path, *SMALL, "cluster.kind=slurm", "model.path=/nowhere")
     assert job.process.returncode == 2, job.err
-    assert "error: model.path: " in job.out
+    assert "error: model.path=/nowhere: there is no such directory" in job.out
 
 
 def test_slurm_refuses_in_its_own_words(tmp_path: Path) -> None:
