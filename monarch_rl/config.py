@@ -123,6 +123,14 @@ class WeightsConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    every: int = 0
+    """steps between checkpoints of model, optimizer and progress; 0 means none but those that a signal or the user asks for"""
+    keep: int = 2
+    """the newest checkpoints that are kept"""
+
+
+@dataclass
 class EvalConfig:
     every: int = 10
     """steps between evaluations; 0 means none between the first and the last"""
@@ -154,6 +162,8 @@ class Config:
     """optimizer steps"""
     output_dir: str = "runs/${recipe}"
     """where everything of this run goes"""
+    resume: str = "none"
+    """go on from a checkpoint: latest (of output_dir; a new run where there is none), or the path of one; none: a new run"""
     close_deadline_s: float = 10.0
     """seconds that an orderly close may take before processes are ended"""
     task: Any = "arithmetic"
@@ -167,6 +177,7 @@ class Config:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     console: ConsoleConfig = field(default_factory=ConsoleConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -260,6 +271,7 @@ LEAST = {
     "buffer.max_age": 0,
     "trainer.warmup_steps": 0,
     "weights.slots": 2,
+    "checkpoint.every": 0,
     "eval.every": 0,
     "eval.prompts": 0,
     "console.rollouts_every": 0,

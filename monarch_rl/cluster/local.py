@@ -51,8 +51,11 @@ def visible_gpus() -> list[int]:
     return sorted(int(name[6:]) for name in os.listdir("/dev") if name.startswith("nvidia") and name[6:].isdigit())
 
 
-def place(config: Config) -> list[Processes]:
-    """The processes of a run. Trainer ranks get the first GPUs, generators the next, round and round where there are too few."""
+def place(config: Config, replicas: int | None = None) -> list[Processes]:
+    """The processes of a run, with as many generators as configured or `replicas`.
+
+    Trainer ranks get the first GPUs, generators the next, round and round where there are too few.
+    """
     gpus = visible_gpus() if config.profile == "cuda" else []
     at = [0]
 
@@ -62,7 +65,7 @@ def place(config: Config) -> list[Processes]:
         return dealt
 
     trainer = Processes("trainer", "rank", config.trainer.ranks, deal(config.trainer.ranks))
-    generators = [Processes(f"generator_{i}", "tp", 1, deal(1)) for i in range(config.generator.replicas)]
+    generators = [Processes(f"generator_{i}", "tp", 1, deal(1)) for i in range(config.generator.replicas if replicas is None else replicas)]
     return [
         trainer,
         *generators,
