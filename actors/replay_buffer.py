@@ -20,7 +20,7 @@ from monarch.actor import Actor, endpoint
 
 from monarch_rl.config import Config
 from monarch_rl.groups import check_ages, describe, figures, judge, make_shards
-from monarch_rl.ledger import AgeError, Counts, Holding, Ledger, Lost, Progress
+from monarch_rl.ledger import AgeError, Holdings, Ledger, Lost, Progress
 from monarch_rl.observe.rollouts import RolloutsFile
 from monarch_rl.types import Group, Lease, Prompt, Shard
 
@@ -39,19 +39,6 @@ class _Take(NamedTuple):
     port: Port[Shard]
     step: int
     rank: int
-
-
-class BufferHoldings(NamedTuple):
-    """What a replay buffer holds at one moment."""
-
-    counts: Counts
-    dropped: dict[str, int]
-    """By reason."""
-    budget: int
-    """Groups that may be started ahead of the step of the weights."""
-    max_age: int
-    prompts: list[Holding]
-    """Every one that is neither trained nor dropped."""
 
 
 class ReplayBuffer(Actor):
@@ -179,10 +166,9 @@ class ReplayBuffer(Actor):
         return self._ledger.progress()
 
     @endpoint
-    async def holdings(self) -> BufferHoldings:
+    async def holdings(self) -> Holdings:
         """What is in here now, for display."""
-        ledger = self._ledger
-        return BufferHoldings(ledger.counts, dict(ledger.dropped), ledger.budget, ledger.max_age, ledger.holdings())
+        return self._ledger.holdings()
 
     @endpoint
     async def set_max_age(self, max_age: int) -> None:

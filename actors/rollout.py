@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from actors.generator import Generator
     from actors.replay_buffer import ReplayBuffer
     from actors.scorer import Scorer
-    from monarch_rl.tasks import Observation, Task
+    from monarch_rl.tasks import Observation, Task, TaskSpec
     from monarch_rl.trajectory import Trajectory
 
 
@@ -59,8 +59,8 @@ class Purpose:
 
     split: Split
     task: Task
-    other: str | None
-    """Name of the task where it is not the one that is trained, for the scorers."""
+    other: TaskSpec | None
+    """The task where it is not the one that is trained, for the scorers."""
     sampling: Sampling
     """The same for all turns of an episode, whatever is set meanwhile."""
     min_step: int
@@ -153,7 +153,7 @@ class RolloutWorker(Actor):
         await self._routes.drain(replica)
 
     @concurrent_endpoint
-    async def evaluate(self, indices: Sequence[int], min_step: int, task: str | None = None) -> Evaluation:
+    async def evaluate(self, indices: Sequence[int], min_step: int, task: TaskSpec | None = None) -> Evaluation:
         """One episode for each held-out prompt that there is, sampled as in training, by weights of at least step `min_step`.
 
         Raises:

@@ -29,13 +29,13 @@ class Scorer(Actor):
         await self._process.start()
 
     @concurrent_endpoint
-    async def score(self, prompt: Prompt, completions: list[str], task: str | None = None) -> list[Score]:
-        """One score per completion, in order, by the task that is trained or by another one of that name."""
+    async def score(self, prompt: Prompt, completions: list[str], task: TaskSpec | None = None) -> list[Score]:
+        """One score per completion, in order, by the task that is trained or by another."""
         process = self._of(task)
         return [await process.score(prompt, completion, self._deadline_s) for completion in completions]
 
     @concurrent_endpoint
-    async def observe(self, prompt: Prompt, turns: list[str], task: str | None = None) -> Observation:
+    async def observe(self, prompt: Prompt, turns: list[str], task: TaskSpec | None = None) -> Observation:
         """What the environment answers to the last of an episode's turns."""
         return await self._of(task).observe(prompt, turns, self._deadline_s)
 
@@ -45,7 +45,7 @@ class Scorer(Actor):
         for process in (self._process, *self._others.values()):
             await process.close()
 
-    def _of(self, task: str | None) -> RewardProcess:
+    def _of(self, task: TaskSpec | None) -> RewardProcess:
         if task is None:
             return self._process
-        return self._others.setdefault(task, RewardProcess(task, {}, self._seed))
+        return self._others.setdefault(repr(task), RewardProcess(task, {}, self._seed))

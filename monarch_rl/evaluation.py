@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from actors.rollout import RolloutWorker
+    from monarch_rl.tasks import TaskSpec
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Evaluated:
         return accuracy | {"eval/prompts": self.prompts, "eval/unscorable": self.unscorable, "eval/version": self.version}
 
 
-async def evaluate(workers: Sequence[RolloutWorker], prompts: int, min_step: int, task: str | None = None) -> Evaluated:
+async def evaluate(workers: Sequence[RolloutWorker], prompts: int, min_step: int, task: TaskSpec | None = None) -> Evaluated:
     """Sample `prompts` held-out prompts with weights of at least step `min_step`; `task` in place of the one that is trained."""
     count = len(workers)
     asked = [worker.evaluate.call_one(range(i, prompts, count), min_step, task).as_asyncio() for i, worker in enumerate(workers)]

@@ -15,7 +15,8 @@ from monarch_rl.config import Config, UserError
 from monarch_rl.configure import write
 from monarch_rl.observe import console
 from monarch_rl.rendering import Renderer
-from monarch_rl.session import Halted, Session
+from monarch_rl.running import Halted
+from monarch_rl.session import Session
 from monarch_rl.supervise import cause, root
 from monarch_rl.tasks import Score, Task, load_task
 from monarch_rl.tasks.reward_process import RewardProcess

@@ -72,6 +72,19 @@ class Holding(NamedTuple):
     min_step: int
 
 
+class Holdings(NamedTuple):
+    """What a ledger holds at one moment, for display."""
+
+    counts: Counts
+    dropped: dict[str, int]
+    """By reason."""
+    budget: int
+    """Groups that may be started ahead of the step of the weights."""
+    max_age: int
+    prompts: list[Holding]
+    """Every one that is neither trained nor dropped, in order."""
+
+
 @dataclass(slots=True)
 class _Entry:
     min_step: int
@@ -159,9 +172,10 @@ class Ledger:
         """For a run that goes on after the last step that is done."""
         return Progress(self.trained_steps, min(self._live, default=self.started), dict(self.dropped))
 
-    def holdings(self) -> list[Holding]:
-        """Every prompt that is neither trained nor dropped, in order."""
-        return [Holding(o, e.state, e.owner, e.attempt, e.min_step) for o, e in sorted(self._live.items())]
+    def holdings(self) -> Holdings:
+        """All of it as it is now; costs as much as there are prompts."""
+        prompts = [Holding(o, e.state, e.owner, e.attempt, e.min_step) for o, e in sorted(self._live.items())]
+        return Holdings(self.counts, dict(self.dropped), self.budget, self.max_age, prompts)
 
     def age_bound(self, ordinal: int) -> int:
         """`max_age` as it was when this prompt was started; of prompts that are not trained yet."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.config import Config
+from monarch_rl.ledger import Holdings
 from monarch_rl.observe import console
 from monarch_rl.observe.live import make_console
 from monarch_rl.observe.metrics import GeneratorFigures, GeneratorReport, MetricsFile
@@ -19,7 +20,7 @@ from monarch_rl.types import Version
 
 if TYPE_CHECKING:
     from actors.metrics import Metrics
-    from actors.replay_buffer import BufferHoldings, ReplayBuffer
+    from actors.replay_buffer import ReplayBuffer
 
 DEADLINE_S = 60.0
 LOOK_S = 1.0
@@ -46,7 +47,7 @@ class Records:
         """Written by this session."""
         self.reports: list[GeneratorReport] = []
         """The latest of each generator."""
-        self.holdings: BufferHoldings | None = None
+        self.holdings: Holdings | None = None
         """What the replay buffer held at the last look."""
 
     def begin(self, after: int, metrics: Metrics, buffer: ReplayBuffer) -> None:

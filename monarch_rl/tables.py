@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from monarch_rl.config import Config
+from monarch_rl.ledger import Holdings
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.types import Episode, Generation, Group, Message, Version
 
 if TYPE_CHECKING:
-    from actors.replay_buffer import BufferHoldings
     from monarch_rl.rendering import Renderer
 
 SHOWN = 12
@@ -99,7 +99,7 @@ def of_rows(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table("Trainer", keys, [tuple(row.get(key, "") for key in keys) for row in rows])
 
 
-def of_buffer(holdings: BufferHoldings | None) -> Table:
+def of_buffer(holdings: Holdings | None) -> Table:
     if holdings is None:
         return Table("ReplayBuffer", ("state", "prompts", "held by", "ordinals"), [], "nothing was started yet")
     rows: list[tuple[object, ...]] = []
