@@ -92,6 +92,11 @@ class Generator(Actor):
             self._following.result()
 
     @concurrent_endpoint
+    async def ready(self, min_step: int) -> None:
+        """Answers when this replica holds at least step `min_step`."""
+        await self._holds(min_step)
+
+    @concurrent_endpoint
     async def unfollow(self) -> None:
         """Stop pulling; `follow` returns."""
         if self._following is not None:

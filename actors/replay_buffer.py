@@ -20,7 +20,7 @@ from monarch.actor import Actor, endpoint
 
 from monarch_rl.config import Config
 from monarch_rl.groups import check_ages, describe, figures, judge, make_shards
-from monarch_rl.ledger import AgeError, Ledger, Lost
+from monarch_rl.ledger import AgeError, Holdings, Ledger, Lost, Progress
 from monarch_rl.observe.rollouts import RolloutsFile
 from monarch_rl.types import Group, Lease, Prompt, Shard
 
@@ -42,7 +42,7 @@ class _Take(NamedTuple):
 
 
 class ReplayBuffer(Actor):
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, after: Progress | None = None) -> None:
         from monarch_rl.prompts import PromptStream
         from monarch_rl.tasks import load_task
 
@@ -54,8 +54,10 @@ class ReplayBuffer(Actor):
             window=buffer.window,
             max_attempts=config.rollout.max_attempts,
             steps=config.steps,
+            after=after,
         )
-        self._stream = PromptStream(load_task(config.task, config.task_args, config.seed), ahead=buffer.prompts_per_step)
+        task = load_task(config.task, config.task_args, config.seed)
+        self._stream = PromptStream(task, ahead=buffer.prompts_per_step, start=self._ledger.started)
         self._fetching: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ended: str | None = None  # why nothing more will be given
@@ -69,7 +71,7 @@ class ReplayBuffer(Actor):
         self._barren_notes: deque[str] = deque(maxlen=3)  # ... and what the last of them looked like
         self._recent: deque[Group] = deque(maxlen=RECENT)
         self._figures: dict[int, dict[str, float]] = {}
-        self._rollouts = RolloutsFile(Path(config.output_dir) / "rollouts.jsonl")
+        self._rollouts = RolloutsFile(Path(config.output_dir) / "rollouts.jsonl", after=self._ledger.trained_steps)
 
     @endpoint(explicit_response_port=True)
     async def lease(self, port: Port[tuple[Lease, Prompt] | None], worker: str) -> None:
@@ -159,6 +161,22 @@ class ReplayBuffer(Actor):
         return list(self._recent)[-k:] if k > 0 else []
 
     @endpoint
+    async def progress(self) -> Progress:
+        """Where the run stands after the last step that is done; goes into checkpoints."""
+        return self._ledger.progress()
+
+    @endpoint
+    async def holdings(self) -> Holdings:
+        """What is in here now, for display."""
+        return self._ledger.holdings()
+
+    @endpoint
+    async def set_max_age(self, max_age: int) -> None:
+        """For prompts that are started from now on."""
+        self._ledger.set_max_age(max_age)
+        self._pump()
+
+    @endpoint
     async def close(self) -> None:
         """Nothing more is given: waiting workers get None, waiting ranks an error."""
         self._ended = self._ended or "the replay buffer is closed"
@@ -215,7 +233,7 @@ class ReplayBuffer(Actor):
             if ordinals is None:
                 return
             groups = [self._groups.pop(ordinal) for ordinal in ordinals]
-            check_ages(groups, step, self._config.buffer.max_age)
+            check_ages(groups, step, self._ledger.age_bound)
         except AgeError as error:
             self._ended = str(error)
             raise

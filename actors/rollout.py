@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
 from monarch_rl.config import Config
 from monarch_rl.supervise import answer, cause
-from monarch_rl.types import Episode, Generation, Group, Lease, Prompt, Sampling, Version
+from monarch_rl.types import Episode, Generation, Group, Lease, Prompt, Sampling, Split, Version
 
 if TYPE_CHECKING:
     from monarch.actor import Future
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from actors.generator import Generator
     from actors.replay_buffer import ReplayBuffer
     from actors.scorer import Scorer
-    from monarch_rl.tasks import Observation
+    from monarch_rl.tasks import Observation, Task, TaskSpec
     from monarch_rl.trajectory import Trajectory
 
 
@@ -53,6 +53,54 @@ class Evaluation:
             self.last = span[1] if self.last is None else max(self.last, span[1])
 
 
+@dataclass(frozen=True, slots=True)
+class Purpose:
+    """What episodes are rolled out for, and how."""
+
+    split: Split
+    task: Task
+    other: TaskSpec | None
+    """The task where it is not the one that is trained, for the scorers."""
+    sampling: Sampling
+    """The same for all turns of an episode, whatever is set meanwhile."""
+    min_step: int
+    attempt: int = 1
+
+
+class Routes:
+    """The generators that a worker sends requests to, and how many of its episodes each works on."""
+
+    def __init__(self, generators: Mapping[int, Generator]) -> None:
+        self._generators = dict(generators)
+        self._load = dict.fromkeys(generators, 0)
+        self._returned = asyncio.Event()
+
+    def add(self, replica: int, generator: Generator) -> None:
+        self._generators[replica] = generator
+        self._load[replica] = 0
+
+    async def drain(self, replica: int) -> None:
+        """Choose it no more, and wait until nothing is left to come back from it."""
+        del self._generators[replica]
+        while self._load[replica]:
+            self._returned.clear()
+            await self._returned.wait()
+        del self._load[replica]
+
+    async def generate(
+        self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int, replica: int | None = None
+    ) -> list[Generation]:
+        """By the replica that has least to do, or by one that has seen the beginning before and is still here."""
+        chosen = replica if replica in self._generators else min(self._generators, key=self._load.__getitem__)
+        self._load[chosen] += len(seeds)
+        try:
+            generations: list[Generation] = await self._generators[chosen].generate.call_one(ids, sampling, seeds, min_step)
+            return generations
+        finally:
+            self._load[chosen] -= len(seeds)
+            self._returned.set()
+
+
 def episode_seed(run_seed: int, purpose: str, ordinal: int, attempt: int, index: int, turn: int = 0) -> int:
     """A sampling seed of its own for every turn of every episode: 63 bits of a hash, the same on every machine."""
     name = f"{run_seed}/{purpose}/{ordinal}/{attempt}/{index}" + (f"/{turn}" if turn else "")
@@ -70,15 +118,15 @@ async def together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 class RolloutWorker(Actor):
-    def __init__(self, config: Config, buffer: ReplayBuffer, generators: Sequence[Generator], scorers: Sequence[Scorer]) -> None:
+    def __init__(self, config: Config, buffer: ReplayBuffer, generators: Mapping[int, Generator], scorers: Sequence[Scorer]) -> None:
         from monarch_rl.rendering import Renderer
         from monarch_rl.tasks import load_task
 
-        self._config, self._buffer, self._generators, self._scorers = config, buffer, generators, scorers
+        self._config, self._buffer, self._scorers = config, buffer, scorers
         self.name = f"rollout {current_rank().rank}"
         self._renderer = Renderer.of(config.model)
         self._task = load_task(config.task, config.task_args, config.seed)
-        self._load = [0] * len(generators)
+        self._routes = Routes(generators)
         self._asked = [0] * len(scorers)
         self._sampling = Sampling(config.generator.max_new_tokens, config.generator.temperature, self._renderer.stop_ids)
 
@@ -90,23 +138,45 @@ class RolloutWorker(Actor):
                 groups.create_task(self._serve(*leased))
 
     @concurrent_endpoint
-    async def evaluate(self, indices: Sequence[int], min_step: int) -> Evaluation:
-        """One episode for each held-out prompt that there is, sampled as in training, by weights of at least step `min_step`."""
-        size = self._task.eval_size
-        prompts = [self._task.prompt(index, "eval") for index in indices if size is None or index < size]
+    async def set_sampling(self, temperature: float, max_new_tokens: int) -> None:
+        """For groups that are started from now on."""
+        self._sampling = replace(self._sampling, temperature=temperature, max_new_tokens=max_new_tokens)
+
+    @concurrent_endpoint
+    async def add_generator(self, replica: int, generator: Generator) -> None:
+        """Requests may go there from now on."""
+        self._routes.add(replica, generator)
+
+    @concurrent_endpoint
+    async def drain_generator(self, replica: int) -> None:
+        """No request goes there any more; answers when the last one has come back."""
+        await self._routes.drain(replica)
+
+    @concurrent_endpoint
+    async def evaluate(self, indices: Sequence[int], min_step: int, task: TaskSpec | None = None) -> Evaluation:
+        """One episode for each held-out prompt that there is, sampled as in training, by weights of at least step `min_step`.
+
+        Raises:
+            UserError: `task`, evaluated in place of the one that is trained, cannot be loaded.
+        """
+        from monarch_rl.tasks import load_task
+
+        work = Purpose("eval", self._task if task is None else load_task(task, {}, self._config.seed), task, self._sampling, min_step)
+        size = work.task.eval_size
+        prompts = [work.task.prompt(index, "eval") for index in indices if size is None or index < size]
         evaluation = Evaluation()
-        for group in await asyncio.gather(*[self._try(prompt, min_step) for prompt in prompts]):
+        for group in await asyncio.gather(*[self._try(prompt, work) for prompt in prompts]):
             for episode in group.episodes:
                 evaluation.add(episode)
             evaluation.unscorable += not group.episodes
         return evaluation
 
-    async def _try(self, prompt: Prompt, min_step: int) -> Group:
+    async def _try(self, prompt: Prompt, work: Purpose) -> Group:
         """One episode of a held-out prompt; none when the prompt is too long."""
         from monarch_rl.engine import PromptTooLong
 
         try:
-            return await self._roll(prompt, 1, min_step, "eval", 1)
+            return await self._roll(prompt, work, 1)
         except ActorError as error:
             if isinstance(error.exception, PromptTooLong):
                 return Group(prompt, [])
@@ -115,9 +185,10 @@ class RolloutWorker(Actor):
     async def _serve(self, lease: Lease, prompt: Prompt) -> None:
         from monarch_rl.engine import PromptTooLong
 
+        work = Purpose("train", self._task, None, self._sampling, lease.min_step, lease.attempt)
         try:
             async with asyncio.timeout(self._config.rollout.deadline_s):
-                group = await self._roll(prompt, self._config.generator.group_size, lease.min_step, "train", lease.attempt)
+                group = await self._roll(prompt, work, self._config.generator.group_size)
         except TimeoutError:
             await self._buffer.fail.call_one(lease, f"rollout.deadline_s={self._config.rollout.deadline_s:g} passed")
         except ActorError as error:
@@ -128,39 +199,39 @@ class RolloutWorker(Actor):
         else:
             await self._buffer.put.call_one(lease, group)
 
-    async def _roll(self, prompt: Prompt, episodes: int, min_step: int, purpose: str, attempt: int) -> Group:
+    async def _roll(self, prompt: Prompt, work: Purpose, episodes: int) -> Group:
         """Generate and score the episodes of one prompt. Their first turns are one message to the generator."""
         from monarch_rl.tasks import Completion, component, has_environment
         from monarch_rl.trajectory import Trajectory
 
         ids = self._renderer.render(prompt.content)
-        seeds = [partial(episode_seed, self._config.seed, purpose, prompt.ordinal, attempt, index) for index in range(episodes)]
-        generations = await self._generate(ids, self._sampling, [seed() for seed in seeds], min_step)
+        seeds = [partial(episode_seed, self._config.seed, work.split, prompt.ordinal, work.attempt, index) for index in range(episodes)]
+        generations = await self._routes.generate(ids, work.sampling, [seed() for seed in seeds], work.min_step)
         rolled = [Trajectory(ids) for _ in seeds]
         for trajectory, generation in zip(rolled, generations, strict=True):
             self._append(trajectory, generation)
-        if has_environment(component(self._task, prompt)):
-            await together([self._play(prompt, *each, min_step) for each in zip(rolled, seeds, strict=True)])
-        group = Group(prompt, [t.episode(Completion(self._text(t), t.turns)) for t in rolled])
-        await self._score(group)
+        if has_environment(component(work.task, prompt)):
+            await together([self._play(prompt, work, *each) for each in zip(rolled, seeds, strict=True)])
+        group = Group(prompt, [t.episode(Completion(self._text(t), t.turns), work.sampling.temperature) for t in rolled])
+        await self._score(group, work)
         return group
 
-    async def _play(self, prompt: Prompt, trajectory: Trajectory, seed: Callable[..., int], min_step: int) -> None:
+    async def _play(self, prompt: Prompt, work: Purpose, trajectory: Trajectory, seed: Callable[..., int]) -> None:
         """Turn after turn, until the environment ends the episode, or its token budget or the context does."""
         from monarch_rl.engine import PromptTooLong
 
         while not trajectory.truncated:
-            content, trajectory.error = await self._observe(prompt, trajectory.turns)
+            content, trajectory.error = await self._observe(prompt, work, trajectory.turns)
             if content is None:
                 return
-            left = self._sampling.max_new_tokens - trajectory.sampled_tokens
+            left = work.sampling.max_new_tokens - trajectory.sampled_tokens
             trajectory.truncated = left == 0
             if trajectory.truncated:
                 return
             told = self._renderer.continuation(content, after=trajectory.last_id)
-            sampling, seeds = replace(self._sampling, max_new_tokens=left), [seed(turn=len(trajectory.turns))]
+            sampling, seeds = replace(work.sampling, max_new_tokens=left), [seed(turn=len(trajectory.turns))]
             try:
-                (generation,) = await self._generate(trajectory.ids + told, sampling, seeds, min_step, trajectory.replica)
+                (generation,) = await self._routes.generate(trajectory.ids + told, sampling, seeds, work.min_step, trajectory.replica)
             except ActorError as error:
                 if not isinstance(error.exception, PromptTooLong):
                     raise
@@ -175,26 +246,14 @@ class RolloutWorker(Actor):
     def _text(self, trajectory: Trajectory) -> str:
         return trajectory.turns[0] if len(trajectory.turns) == 1 else self._renderer.decode(trajectory.new_ids)
 
-    async def _generate(
-        self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int, replica: int | None = None
-    ) -> list[Generation]:
-        """By the replica that has least to do, or by one that has seen the beginning before."""
-        chosen = min(range(len(self._load)), key=self._load.__getitem__) if replica is None else replica
-        self._load[chosen] += len(seeds)
-        try:
-            generations: list[Generation] = await self._generators[chosen].generate.call_one(ids, sampling, seeds, min_step)
-            return generations
-        finally:
-            self._load[chosen] -= len(seeds)
-
-    async def _observe(self, prompt: Prompt, turns: list[str]) -> Observation:
-        observation: Observation = await self._ask_scorer(prompt, 1, lambda scorer: scorer.observe.call_one(prompt, turns))
+    async def _observe(self, prompt: Prompt, work: Purpose, turns: list[str]) -> Observation:
+        observation: Observation = await self._ask_scorer(prompt, 1, lambda scorer: scorer.observe.call_one(prompt, turns, work.other))
         return observation
 
-    async def _score(self, group: Group) -> None:
+    async def _score(self, group: Group, work: Purpose) -> None:
         from monarch_rl.tasks import component
 
-        fixed = component(self._task, group.prompt).truncated_reward
+        fixed = component(work.task, group.prompt).truncated_reward
         asked = []
         for episode in group.episodes:
             if episode.truncated and fixed is not None:
@@ -202,11 +261,11 @@ class RolloutWorker(Actor):
             elif episode.error is None:
                 asked.append(episode)
         parts = min(len(self._scorers), len(asked))
-        await together([self._judge(group.prompt, asked[part::parts]) for part in range(parts)])
+        await together([self._judge(group.prompt, work, asked[part::parts]) for part in range(parts)])
 
-    async def _judge(self, prompt: Prompt, episodes: list[Episode]) -> None:
+    async def _judge(self, prompt: Prompt, work: Purpose, episodes: list[Episode]) -> None:
         texts = [episode.text for episode in episodes]
-        scores = await self._ask_scorer(prompt, len(texts), lambda scorer: scorer.score.call_one(prompt, texts))
+        scores = await self._ask_scorer(prompt, len(texts), lambda scorer: scorer.score.call_one(prompt, texts, work.other))
         for episode, score in zip(episodes, scores, strict=True):
             episode.reward, episode.error = score.reward, score.error
 

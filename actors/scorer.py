@@ -19,8 +19,9 @@ from monarch_rl.types import Prompt
 
 class Scorer(Actor):
     def __init__(self, task_spec: TaskSpec, task_args: dict[str, Any], seed: int, deadline_s: float) -> None:
+        self._seed, self._deadline_s = seed, deadline_s
         self._process = RewardProcess(task_spec, task_args, seed)
-        self._deadline_s = deadline_s
+        self._others: dict[str, RewardProcess] = {}  # of tasks that are only evaluated
 
     @endpoint
     async def load(self) -> None:
@@ -28,16 +29,23 @@ class Scorer(Actor):
         await self._process.start()
 
     @concurrent_endpoint
-    async def score(self, prompt: Prompt, completions: list[str]) -> list[Score]:
-        """One score per completion, in order."""
-        return [await self._process.score(prompt, completion, self._deadline_s) for completion in completions]
+    async def score(self, prompt: Prompt, completions: list[str], task: TaskSpec | None = None) -> list[Score]:
+        """One score per completion, in order, by the task that is trained or by another."""
+        process = self._of(task)
+        return [await process.score(prompt, completion, self._deadline_s) for completion in completions]
 
     @concurrent_endpoint
-    async def observe(self, prompt: Prompt, turns: list[str]) -> Observation:
+    async def observe(self, prompt: Prompt, turns: list[str], task: TaskSpec | None = None) -> Observation:
         """What the environment answers to the last of an episode's turns."""
-        return await self._process.observe(prompt, turns, self._deadline_s)
+        return await self._of(task).observe(prompt, turns, self._deadline_s)
 
     @endpoint
     async def shut(self) -> None:
         """Ends the reward process; scores in progress get an error."""
-        await self._process.close()
+        for process in (self._process, *self._others.values()):
+            await process.close()
+
+    def _of(self, task: TaskSpec | None) -> RewardProcess:
+        if task is None:
+            return self._process
+        return self._others.setdefault(repr(task), RewardProcess(task, {}, self._seed))

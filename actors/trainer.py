@@ -62,6 +62,25 @@ class Trainer(Actor):
         )
 
     @endpoint
+    def restore(self, folder: Path) -> None:
+        """Go on with model and optimizer of a checkpoint (collective)."""
+        from monarch_rl.checkpoint import load
+
+        load(self._learner, folder)
+
+    @endpoint
+    def checkpoint(self, folder: Path) -> None:
+        """Write model and optimizer (collective, each rank its shards)."""
+        from monarch_rl.checkpoint import save
+
+        save(self._learner, folder)
+
+    @endpoint
+    def set_lr(self, lr: float) -> None:
+        """The peak learning rate, from the next step on."""
+        self._learner.config.lr = lr
+
+    @endpoint
     def open_ring(self, plan: LoadPlan) -> list[SlotBuffers]:
         """Register the staging slots that a generator's load plan asks for; handles of this rank's ring."""
         from monarch_rl.weights.slots import Ring
@@ -83,7 +102,7 @@ class Trainer(Actor):
             shard = answer_blocking(reply, f"replay buffer (batch of step {step})", take_deadline(self._config))
         ready = time.perf_counter()
         with timeline.span("train"):
-            stats = self._learner.step(shard, self._config.generator.temperature, before_update=self._ring.wait_copied)
+            stats = self._learner.step(shard, before_update=self._ring.wait_copied)
         trained = time.perf_counter()
         if self._rank == 0:
             self._buffer.trained.broadcast(step)

@@ -16,6 +16,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from monarch_rl import cluster_config
+from monarch_rl.cluster_config import ClusterConfig
+
 LossName = Literal["reinforce", "grpo", "dapo"]
 AdvantageName = Literal["mean", "grpo", "rloo"]
 CorrectionName = Literal["none", "tis"]
@@ -124,6 +127,14 @@ class WeightsConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    every: int = 0
+    """steps between checkpoints of model, optimizer and progress; 0 means none but those that a signal or the user asks for"""
+    keep: int = 2
+    """the newest checkpoints that are kept"""
+
+
+@dataclass
 class EvalConfig:
     every: int = 10
     """steps between evaluations; 0 means none between the first and the last"""
@@ -138,38 +149,6 @@ class ConsoleConfig:
 
 
 @dataclass
-class ClusterConfig:
-    kind: Literal["local", "attach", "slurm"] = "local"
-    """this host; workers started by hand (`monarch-rl worker`); a Slurm job, submitted unless started inside an allocation"""
-    placement: dict[str, Any] = field(default_factory=dict)
-    """hosts by role, counted from 0, e.g. cluster.placement.generator=[1,2]; by default generators and rollout workers avoid host 0"""
-    cpu_threads: int = 1
-    """threads of each process that computes on the CPU, at most; a host's cores are shared by its trainer ranks and generators"""
-    hosts: list[str] = field(default_factory=list)
-    """addresses of the workers for kind attach, e.g. [tcp://10.0.0.1:7000, tcp://10.0.0.2:7000]"""
-    attach_deadline_s: float = 60.0
-    """so long workers may take to answer"""
-    heartbeat_s: float = 30.0
-    """a worker that hears nothing from its controller for so long ends all that it has started"""
-    nodes: int = 1
-    """for kind slurm: nodes of the job"""
-    gpus_per_node: int = 0
-    """of the submitted job; 0 means none are asked for"""
-    partition: str = ""
-    """of the submitted job; empty: Slurm's default"""
-    time_limit: str = ""
-    """of the submitted job, as sbatch takes it, e.g. 4:00:00; empty: the partition's"""
-    account: str = ""
-    """of the submitted job"""
-    qos: str = ""
-    """of the submitted job"""
-    warning_s: int = 120
-    """so long before its time limit the submitted job is told to save and to queue again"""
-    sbatch_args: list[str] = field(default_factory=list)
-    """further arguments of sbatch, e.g. [--exclusive, --mem=0]"""
-
-
-@dataclass
 class Config:
     recipe: str = ""
     """name of a recipe, or path of a YAML file"""
@@ -181,6 +160,8 @@ class Config:
     """optimizer steps"""
     output_dir: str = "runs/${recipe}"
     """where everything of this run goes"""
+    resume: str = "none"
+    """go on from a checkpoint: latest (of output_dir; a new run where there is none), or the path of one; none: a new run"""
     close_deadline_s: float = 10.0
     """seconds that an orderly close may take before processes are ended"""
     task: Any = "arithmetic"
@@ -194,6 +175,7 @@ class Config:
     buffer: BufferConfig = field(default_factory=BufferConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     console: ConsoleConfig = field(default_factory=ConsoleConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -257,7 +239,7 @@ class Key:
 
 @cache
 def schema() -> dict[str, Key]:
-    """All keys by dotted name, in the order of this file."""
+    """All keys by dotted name, in the order of `Config`."""
     return {key.name: key for key in _keys(Config, "", _field_help())}
 
 
@@ -274,9 +256,9 @@ def _keys(cls: Any, prefix: str, texts: dict[tuple[str, str], str]) -> Iterator[
 
 def _field_help() -> dict[tuple[str, str], str]:
     """(class, field) → the string under the field; Python keeps none of these, so they are read from the source."""
-    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    nodes = [node for file in (__file__, cluster_config.__file__) for node in ast.parse(Path(file).read_text(encoding="utf-8")).body]
     texts = {}
-    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+    for cls in (node for node in nodes if isinstance(node, ast.ClassDef)):
         for statement, below in pairwise(cls.body):
             match statement, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
@@ -289,6 +271,7 @@ LEAST = {
     "buffer.max_age": 0,
     "trainer.warmup_steps": 0,
     "weights.slots": 2,
+    "checkpoint.every": 0,
     "eval.every": 0,
     "eval.prompts": 0,
     "console.rollouts_every": 0,

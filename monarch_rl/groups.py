@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import numpy as np
@@ -34,20 +34,21 @@ def describe(group: Group, width: int = 60) -> str:
     return ", ".join(parts)
 
 
-def check_ages(groups: Iterable[Group], step: int, max_age: int, lineage: int = 0) -> None:
-    """Look at every sampled token of the groups of optimizer step `step`.
+def check_ages(groups: Iterable[Group], step: int, max_age: Callable[[int], int], lineage: int = 0) -> None:
+    """Look at every sampled token of the groups of optimizer step `step`; `max_age` of each ordinal.
 
     Raises:
-        AgeError: one is older than `max_age`, or newer than the trainer; the message names the prompt.
+        AgeError: one is older than that, or newer than the trainer; the message names the prompt.
     """
     for group in groups:
+        bound = max_age(group.ordinal)
         for episode in group.episodes:
             try:
                 ages_N = token_ages(episode.versions_T[episode.loss_mask_T], step, lineage)
             except ValueError as error:
                 raise AgeError(f"prompt {group.ordinal}: {error}") from error
-            if ages_N.size and ages_N.max() > max_age:
-                raise AgeError(f"prompt {group.ordinal} has a token of age {ages_N.max()} at step {step}, above buffer.max_age={max_age}")
+            if ages_N.size and ages_N.max() > bound:
+                raise AgeError(f"prompt {group.ordinal} has a token of age {ages_N.max()} at step {step}, above buffer.max_age={bound}")
 
 
 def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int) -> list[Shard]:

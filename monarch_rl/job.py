@@ -14,27 +14,31 @@ from monarch_rl.cluster.hosts import look
 from monarch_rl.cluster.placement import place
 from monarch_rl.config import Config, UserError
 from monarch_rl.configure import write
-from monarch_rl.loop import train
 from monarch_rl.observe import console
 from monarch_rl.rendering import Renderer
+from monarch_rl.running import Halted
 from monarch_rl.session import Session
 from monarch_rl.supervise import cause, root
 from monarch_rl.tasks import Score, Task, load_task
 from monarch_rl.tasks.reward_process import RewardProcess
 from monarch_rl.types import Prompt
 
+HALTED = 85
+"""Exit code after SIGUSR1, told apart from all others so that a batch script can put the job back in the queue."""
+
 
 def run(config: Config) -> int:
     """Train as `config` says, in this process as the controller.
 
-    Returns the exit code: 0, 1 (a failure), 2 (a mistake of the user's), 130 (SIGINT) or 143 (SIGTERM).
+    Returns the exit code: 0, 1 (a failure), 2 (a mistake of the user's), 85 (SIGUSR1: a checkpoint was written, `resume=latest`
+    goes on from it), 130 (SIGINT) or 143 (SIGTERM).
     """
     output_dir = Path(config.output_dir)
     interrupt = Interrupt(config.close_deadline_s)
     try:
         check(config)
         make_output_dir(config)
-        asyncio.run(_train(config, interrupt))
+        return asyncio.run(_train(config, interrupt))
     except BaseException as error:
         if interrupt.asked:
             console.complain(f"interrupted; what was written is in {output_dir}")
@@ -42,7 +46,6 @@ def run(config: Config) -> int:
         if not isinstance(error, Exception) or (isinstance(error, UserError) and error.__cause__ is None):
             raise
         return _failed(error, output_dir)
-    return 0
 
 
 def _failed(error: Exception, output_dir: Path) -> int:
@@ -54,16 +57,24 @@ def _failed(error: Exception, output_dir: Path) -> int:
     return 2 if isinstance(root(error), UserError) else 1
 
 
-async def _train(config: Config, interrupt: Interrupt) -> None:
+async def _train(config: Config, interrupt: Interrupt) -> int:
     interrupt.watch()
     async with Session(config) as session:
-        await train(session)
+        interrupt.before_halt(session)
+        try:
+            await session.train()
+        except Halted:
+            folder = await session.checkpoint()
+            console.say(f"stopped after step {session.version.step}: resume=latest goes on from {folder}")
+            return HALTED
         path = await session.save_model()
     console.say(f"done: model in {path}, metrics in {session.output_dir / 'metrics.jsonl'}")
+    return 0
 
 
 class Interrupt:
     """SIGINT and SIGTERM: the first asks for an orderly close within the deadline, a second ends the process at once.
+    SIGUSR1, the warning of a batch system: the run stops between two steps, and writes a checkpoint.
 
     Child processes end with the controller, so ending it is always enough.
     """
@@ -72,6 +83,7 @@ class Interrupt:
         self.exit_code = 130
         self._close_deadline_s = close_deadline_s
         self.asked = False
+        self._halting: list[asyncio.Task[None]] = []
 
     def watch(self) -> None:
         """Handle signals in the running loop, for the running task."""
@@ -79,6 +91,11 @@ class Interrupt:
         assert main is not None
         for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
             loop.add_signal_handler(number, self._on_signal, loop, main, code)
+
+    def before_halt(self, session: Session) -> None:
+        """From now on SIGUSR1 halts the session."""
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGUSR1, lambda: self._halting.append(loop.create_task(session.halt())))
 
     def _on_signal(self, loop: asyncio.AbstractEventLoop, main: asyncio.Task[Any], code: int) -> None:
         if self.asked:
@@ -92,7 +109,7 @@ class Interrupt:
 def make_output_dir(config: Config) -> Path:
     """The folder of this run, with its resolved configuration. A folder that holds an earlier run is moved aside, not written over."""
     path = Path(config.output_dir)
-    if (path / "metrics.jsonl").exists():
+    if config.resume == "none" and (path / "metrics.jsonl").exists():
         aside = next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.{n}")).exists())
         path.rename(aside)
         console.say(f"{path} held an earlier run: moved to {aside}")

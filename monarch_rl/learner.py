@@ -81,8 +81,8 @@ class Learner:
         betas = (config.betas[0], config.betas[1])
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.lr, betas=betas, weight_decay=config.weight_decay, fused=True)
 
-    def step(self, batch: Shard, temperature: float, *, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
-        """Optimizer step `batch.step`, at the temperature that the tokens were sampled with.
+    def step(self, batch: Shard, *, before_update: Callable[[], None] = lambda: None) -> dict[str, float]:
+        """Optimizer step `batch.step`.
 
         Args:
             before_update: called when the gradient is ready and the weights are about to change.
@@ -103,7 +103,7 @@ class Learner:
         trained = []
         for arrays, indices in zip(packed, batch.microbatches, strict=True):
             advantages_B = torch.tensor([float(advantages_PG[batch.places[i]]) for i in indices])
-            trained.append(self._backward(arrays, advantages_B, batch, temperature))
+            trained.append(self._backward(arrays, advantages_B, batch))
         metrics = _metrics(trained, packed, self.device_mesh)
         announced = batch.total_tokens - batch.left_out_tokens
         if metrics["tokens/trained"] != announced:
@@ -112,13 +112,14 @@ class Learner:
         grad_norm = self._clip_gradients(batch.step)
         return metrics | {"grad_norm": grad_norm, "lr": self._update(batch.step)}
 
-    def _backward(self, arrays: Batch, advantages_B: Tensor, batch: Shard, temperature: float) -> Trained:
+    def _backward(self, arrays: Batch, advantages_B: Tensor, batch: Shard) -> Trained:
         """Adds the gradient of one micro-batch. An empty one is run too: other ranks wait for its collectives."""
         ages = token_ages(arrays.versions_N, batch.step, self.lineage)
         fresh = _of_fresh_rows(arrays.rows_N, ages)
-        fields = (arrays.inputs_BT, arrays.positions_N, arrays.targets_N, arrays.rows_N, arrays.logprobs_N, ages, fresh)
-        inputs_BT, positions_N, targets_N, rows_N, behaviour_N, ages_N, fresh_N = (torch.from_numpy(x).to(self.device) for x in fields)
-        logprobs_N, entropy_N = self.model(inputs_BT, positions_N, targets_N, temperature)
+        read = (arrays.inputs_BT, arrays.positions_N, arrays.targets_N, arrays.temperatures_N)
+        known = (arrays.rows_N, arrays.logprobs_N, ages, fresh)
+        rows_N, behaviour_N, ages_N, fresh_N = (torch.from_numpy(x).to(self.device) for x in known)
+        logprobs_N, entropy_N = self.model(*(torch.from_numpy(x).to(self.device) for x in read))
         own_N = logprobs_N.detach()
         # REINFORCE has no ratio of its own, so that the correction has to cover all of π / μ: "old" is the trainer itself.
         old_N = own_N if self.config.loss == "reinforce" else old_logprobs(own_N, behaviour_N, ages_N)

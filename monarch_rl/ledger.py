@@ -50,9 +50,45 @@ class Lost(NamedTuple):
     """True: that was the last attempt. False: the prompt is pending again."""
 
 
+class Progress(NamedTuple):
+    """Where a run stands between two steps, as far as prompts go: enough to go on from, see `Ledger`."""
+
+    step: int
+    """Optimizer steps done."""
+    next_ordinal: int
+    """The first prompt that is neither trained nor dropped."""
+    dropped: dict[str, int]
+    """By reason, since the start of the run. What was dropped above `next_ordinal` will be started again."""
+
+
+class Holding(NamedTuple):
+    """A prompt that is neither trained nor dropped, for display."""
+
+    ordinal: int
+    state: State
+    owner: str
+    """Of the claim; the last one where it is not leased."""
+    attempt: int
+    min_step: int
+
+
+class Holdings(NamedTuple):
+    """What a ledger holds at one moment, for display."""
+
+    counts: Counts
+    dropped: dict[str, int]
+    """By reason."""
+    budget: int
+    """Groups that may be started ahead of the step of the weights."""
+    max_age: int
+    prompts: list[Holding]
+    """Every one that is neither trained nor dropped, in order."""
+
+
 @dataclass(slots=True)
 class _Entry:
     min_step: int
+    max_age: int
     state: State = "pending"
     attempt: int = 0
     owner: str = ""
@@ -67,39 +103,58 @@ class Ledger:
         window: W, ordinals from the unfinished head that may be taken out of order; 1 is strictly in order.
         max_attempts: claims on one prompt before it is dropped.
         steps: length of the run, so that nothing is started that no step would train; None: endless.
+        after: where an earlier run stood. What it had started and not trained is started again.
     Raises:
         ValueError: a value is out of range, or the window leaves less than one step's worth of budget.
     """
 
-    def __init__(self, *, prompts_per_step: int, max_age: int, window: int = 1, max_attempts: int = 3, steps: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        prompts_per_step: int,
+        max_age: int,
+        window: int = 1,
+        max_attempts: int = 3,
+        steps: int | None = None,
+        after: Progress | None = None,
+    ) -> None:
+        after = after or Progress(0, 0, {})
         _check(prompts_per_step, max_age, window, max_attempts)
         self.prompts_per_step = prompts_per_step
-        self.max_age = max_age
         self.window = window
         self.max_attempts = max_attempts
         self.steps = steps
-        self.budget = (max_age + 1) * prompts_per_step - (window - 1)
-        """B of the admission rule: groups that may be started ahead of the step of the weights."""
-        self.started = 0
+        self.set_max_age(max_age)
+        self.started = after.next_ordinal
         """Ordinals leased at least once, so also the next fresh one."""
-        self.dropped: Counter[str] = Counter()
+        self.dropped: Counter[str] = Counter(after.dropped)
         """Dropped prompts by reason."""
         self.stale = 0
         """Answers of claims that were no longer held; they change nothing."""
-        self.taken_steps = 0
+        self.taken_steps = after.step
         """The last optimizer step whose groups were handed out."""
-        self.trained_steps = 0
+        self.trained_steps = after.step
         """The last optimizer step that is done."""
         self._live: dict[int, _Entry] = {}
         self._count: Counter[State] = Counter()
-        self._replaced = 0  # dropped prompts whose replacement may be started
+        # Started ordinals that count in no step's P: dropped prompts whose replacement may be started, and what a wider
+        # window had trained beyond the first unfinished one when the earlier run ended.
+        self._skipped = after.next_ordinal - after.step * prompts_per_step - self.dropped.total()
+        self._replaced = self._skipped + self.dropped.total()
         self._returned: list[int] = []  # heap of pending ordinals; those no longer pending are skipped
         self._deadlines: list[tuple[float, int, int]] = []  # heap of (deadline, ordinal, attempt); lost claims are skipped
         self._owned: defaultdict[str, set[int]] = defaultdict(set)
         self._batches: deque[list[int]] = deque()  # taken, not yet trained
-        self._head = 0  # everything below is taken or dropped
-        self._front = 0  # the unfinished head: nothing below is pending or leased
+        self._head = self.started  # everything below is taken or dropped
+        self._front = self.started  # the unfinished head: nothing below is pending or leased
         self._ready = 0  # scored ordinals below _front + window
+
+    def set_max_age(self, max_age: int) -> None:
+        """S of the prompts that are started from now on. The proof is about one prompt at a time, so others keep theirs."""
+        _check(self.prompts_per_step, max_age, self.window, self.max_attempts)
+        self.max_age = max_age
+        self.budget = (max_age + 1) * self.prompts_per_step - (self.window - 1)
+        """B of the admission rule: groups that may be started ahead of the step of the weights."""
 
     @property
     def counts(self) -> Counts:
@@ -112,6 +167,19 @@ class Ledger:
     def fill(self) -> float:
         """Finished groups that wait, in steps' worth; at most B/P."""
         return self._count["scored"] / self.prompts_per_step
+
+    def progress(self) -> Progress:
+        """For a run that goes on after the last step that is done."""
+        return Progress(self.trained_steps, min(self._live, default=self.started), dict(self.dropped))
+
+    def holdings(self) -> Holdings:
+        """All of it as it is now; costs as much as there are prompts."""
+        prompts = [Holding(o, e.state, e.owner, e.attempt, e.min_step) for o, e in sorted(self._live.items())]
+        return Holdings(self.counts, dict(self.dropped), self.budget, self.max_age, prompts)
+
+    def age_bound(self, ordinal: int) -> int:
+        """`max_age` as it was when this prompt was started; of prompts that are not trained yet."""
+        return self._live[ordinal].max_age
 
     @property
     def over(self) -> bool:
@@ -224,7 +292,7 @@ class Ledger:
     def _may_start(self, step: int) -> bool:
         """The admission rule. A synchronous step starts replacements only when its first wave has ended."""
         if self.max_age > 0 or not (self._count["pending"] or self._count["leased"]):
-            self._replaced = self.dropped.total()
+            self._replaced = self._skipped + self.dropped.total()
         limit = step * self.prompts_per_step + self.budget
         if self.steps is not None:
             limit = min(limit, self.steps * self.prompts_per_step)
@@ -232,7 +300,7 @@ class Ledger:
 
     def _start(self) -> _Entry:
         index = self.started - self._replaced
-        entry = self._live[self.started] = _Entry(min_step=max(0, (index - self.budget) // self.prompts_per_step + 1))
+        entry = self._live[self.started] = _Entry(max(0, (index - self.budget) // self.prompts_per_step + 1), self.max_age)
         self._count["pending"] += 1
         self.started += 1
         return entry
@@ -293,9 +361,9 @@ class Ledger:
 
     def _check_age(self, step: int, ordinals: list[int]) -> None:
         for ordinal in ordinals:
-            age = step - 1 - self._live[ordinal].min_step
-            if age > self.max_age:
-                raise AgeError(f"prompt {ordinal} may be {age} steps old at step {step}, above buffer.max_age={self.max_age}")
+            age, bound = step - 1 - self._live[ordinal].min_step, self.age_bound(ordinal)
+            if age > bound:
+                raise AgeError(f"prompt {ordinal} may be {age} steps old at step {step}, above buffer.max_age={bound}")
 
 
 def _check(prompts_per_step: int, max_age: int, window: int, max_attempts: int) -> None:

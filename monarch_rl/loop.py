@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 from typing import Literal, Protocol
 
 from monarch_rl.config import Config
@@ -20,7 +21,7 @@ class System(Protocol):
     config: Config
 
     async def restore(self) -> Version:
-        """The version to start from."""
+        """The version to go on from: the first, that of a checkpoint, or where an earlier call of `train` stopped."""
         ...
 
     async def publish(self, version: Version) -> None:
@@ -32,14 +33,18 @@ class System(Protocol):
         ...
 
     async def train_step(self, step: int) -> Mapping[str, float]:
-        """One optimizer step on the batch of `step`; stages the new weights."""
+        """One optimizer step on the batch of `step`, when the system is not paused; stages the new weights."""
         ...
 
     def record(self, step: int, stats: Mapping[str, float]) -> None:
         """Write the row of a step, without keeping the trainer waiting."""
         ...
 
-    def due(self, what: Literal["eval"], step: int) -> bool: ...
+    def due(self, what: Literal["eval", "checkpoint"], step: int) -> bool: ...
+
+    async def checkpoint(self) -> Path:
+        """Write what the run needs to go on from here."""
+        ...
 
     def start_evaluation(self, step: int) -> None:
         """Score held-out prompts beside the training."""
@@ -50,18 +55,22 @@ class System(Protocol):
         ...
 
 
-async def train(system: System) -> None:
-    """Train until `config.steps` optimizer steps are done."""
+async def train(system: System, until: int | None = None) -> None:
+    """Train until `until` optimizer steps are done (None: `config.steps`), from wherever the system is."""
+    last = system.config.steps if until is None else min(until, system.config.steps)
     start = await system.restore()
     await system.publish(start)
     async with system.background():
-        system.start_evaluation(start.step)
-        await system.evaluations()  # of the untrained model: the generators go on with the first batches meanwhile
-        system.record(start.step, {})
-        for step in range(start.step + 1, system.config.steps + 1):
+        if start.step == 0:
+            system.start_evaluation(0)
+            await system.evaluations()  # of the untrained model: the generators go on with the first batches meanwhile
+            system.record(0, {})
+        for step in range(start.step + 1, last + 1):
             stats = await system.train_step(step)
             if system.due("eval", step):
                 system.start_evaluation(step)
             if step == system.config.steps:
                 await system.evaluations()
             system.record(step, stats)
+            if system.due("checkpoint", step):
+                await system.checkpoint()

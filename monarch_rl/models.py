@@ -34,7 +34,7 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm.eval()  # no dropout: the ratio to the sampler must be 1 where weights are equal
         self.logprob_chunk = logprob_chunk
 
-    def forward(self, inputs_BT: Tensor, positions_N: Tensor, targets_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs_BT: Tensor, positions_N: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
         """Log-probability of each target and entropy, [N] float32, see `Batch` for the arguments and `token_logprobs`.
 
         Rows are padded on the right, where a causal model does not look: no attention mask, which also lets attention take
@@ -42,7 +42,7 @@ class PolicyModel(nn.Module):
         """
         hidden_BTD = self.causal_lm.base_model(input_ids=inputs_BT, use_cache=False).last_hidden_state
         hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, positions_N)
-        return token_logprobs(hidden_ND, targets_N, self.causal_lm.get_output_embeddings(), temperature, self.logprob_chunk)
+        return token_logprobs(hidden_ND, targets_N, self.causal_lm.get_output_embeddings(), temperatures_N, self.logprob_chunk)
 
 
 def resolve_path(path: str) -> str:

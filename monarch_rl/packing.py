@@ -95,6 +95,8 @@ class Batch:
     """The sampler's."""
     versions_N: NDArray[np.int64]
     """`Version.pack()` of the weights that sampled each trained token."""
+    temperatures_N: NDArray[np.float32]
+    """That each trained token was sampled at."""
     tokens: int
     """Entries of `inputs_BT` that are no padding."""
 
@@ -123,13 +125,16 @@ def collate(episodes: Sequence[Episode]) -> Batch:
     if mask_BT[:, 0].any():
         raise ValueError(f"episode {int(mask_BT[:, 0].argmax())} of the micro-batch has no prompt: its first token is marked as sampled")
     mask_BT = mask_BT[:, 1:]
+    rows_N = np.nonzero(mask_BT)[0]
+    temperatures_B = np.array([e.temperature for e in episodes] or [1.0], np.float32)
     return Batch(
         inputs_BT=np.ascontiguousarray(ids_BT[:, :-1]),
         positions_N=np.flatnonzero(mask_BT),
         targets_N=ids_BT[:, 1:][mask_BT],
-        rows_N=np.nonzero(mask_BT)[0],
+        rows_N=rows_N,
         logprobs_N=logprobs_BT[:, 1:][mask_BT],
         versions_N=versions_BT[:, 1:][mask_BT],
+        temperatures_N=temperatures_B[rows_N],
         tokens=sum(max(0, len(e.ids_T) - 1) for e in episodes),
     )
 

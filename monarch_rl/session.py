@@ -1,332 +1,251 @@
-"""A running system: the actor meshes of one run, and what the loop asks of them."""
+"""A session: a running system, and what a user does with it while it runs."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
-from monarch_rl.cluster.hosts import Hosts
-from monarch_rl.cluster.placement import place
-from monarch_rl.config import Config, UserError
-from monarch_rl.observe import console
-from monarch_rl.observe.live import make_console
-from monarch_rl.observe.metrics import GeneratorFigures, GeneratorReport, MetricsFile, trainer_figures
-from monarch_rl.observe.report import write_report
-from monarch_rl.observe.timeline import Span, Trace
-from monarch_rl.supervise import PROCESS_DIED, NamedTimeout, answer, obituary, root
-from monarch_rl.types import Version
+from monarch_rl import loop, tables
+from monarch_rl.changes import settle
+from monarch_rl.config import UserError
+from monarch_rl.evaluation import Evaluated
+from monarch_rl.meshes import START_DEADLINE_S, ActorDied
+from monarch_rl.observe.metrics import GeneratorReport
+from monarch_rl.running import STOP_S, Halted, Running
+from monarch_rl.supervise import answer, ended, root
+from monarch_rl.tables import Samples, Table
+from monarch_rl.types import Sampling
 
 if TYPE_CHECKING:
-    from monarch.actor import MeshFailure, ProcMesh
-
-    from actors.process import Process
-
-START_DEADLINE_S = 900.0
-"""A large model may take minutes to load."""
-LEAVE_S = 0.1
-"""From when a process says that it ends until it does, for the word to get out."""
-STOP_S = 1.0
-"""For Monarch to take note, when all processes have ended."""
-DEATH_NOTICE_S = 1.5
-"""Monarch looks after its processes twice a second; so long may it take to hear of a death after its consequences."""
+    from monarch_rl.rendering import Renderer
+    from monarch_rl.tasks import TaskSpec
+    from monarch_rl.types import Message
 
 
-class ActorDied(Exception):
-    """A process of the system ended by itself."""
+class Session(Running):
+    """`async with Session(config) as session: await session.train()`. Satisfies `loop.System`.
 
+    In a notebook, where a session outlives a cell: `session = await Session(config).start()`, and at the end `await session.close()`.
+    Training can run in the background, as `asyncio.create_task(session.train())`; everything else works meanwhile.
+    """
 
-class Session:
-    """`async with Session(config) as session: await train(session)`. Satisfies `loop.System`."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.output_dir = Path(config.output_dir)
-        self._started = time.monotonic()
-        self._processes: dict[str, tuple[ProcMesh, Process]] = {}
-        self._fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._fault.add_done_callback(lambda fault: fault.cancelled() or fault.exception())  # may come when nobody waits for it
-        self._hosts: Hosts | None = None
-        self._serving = False
-        self._rows: asyncio.Queue[tuple[int, Mapping[str, float]] | None] = asyncio.Queue()
-        self._evaluations: set[asyncio.Task[None]] = set()
-        self._evaluated: dict[str, Any] = {}
-        self._step = 0
-        self._generator_figures = GeneratorFigures()
-        self._metrics_file = MetricsFile(self.output_dir / "metrics.jsonl")
-        self._trace = Trace()
-        self.console = make_console(config)
-
-    async def __aenter__(self) -> Session:
+    async def start(self) -> Session:
+        """Start all processes, and load the model. Engines may still be starting when this returns."""
         try:
-            self.console.start()
+            self._records.console.start()
+            self._state = "starting"
             await self._start()
         except BaseException as error:
             await self.__aexit__(type(error), error)
             raise
+        self._state = "ready"
         return self
+
+    __aenter__ = start
 
     async def __aexit__(self, _: object, error: BaseException | None, *__: object) -> None:
         """Raises ActorDied in place of the errors that a death has caused in others."""
         try:
             if isinstance(error, Exception) and not isinstance(root(error), UserError):
-                await asyncio.wait({self._fault}, timeout=DEATH_NOTICE_S)
-                if self._fault.done() and (died := self._fault.exception()) is not error:
+                died = await self._meshes.death()
+                if died is not None and died is not error:
                     raise ActorDied(str(died)) from error
         finally:
             await self.close()
 
-    # --- what the loop asks for -------------------------------------------------------------------------------------
-
-    async def restore(self) -> Version:
-        return Version(0, 0)
-
-    async def publish(self, version: Version) -> None:
-        plans = await self._wait("generators (engine start)", asyncio.gather(*[f.as_asyncio() for f in self._engine_starts]))
-        rings = await answer(self._trainers.open_ring.call(plans[0]), "trainers (staging slots)", START_DEADLINE_S)
-        self._slots = list(rings.values())
-        self._plan_digest = plans[0].digest
-        await answer(self._trainers.publish.call(version), "trainers (first publish)", START_DEADLINE_S)
-        self._serving = True
-
-    @contextlib.asynccontextmanager
-    async def background(self) -> AsyncIterator[None]:
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                self._background = tasks
-                watch = tasks.create_task(self._watch(), name="watch")
-                listen = tasks.create_task(self._listen(), name="listen")
-                tasks.create_task(self._record_rows(), name="records")
-                for generator in self._generators:
-                    tasks.create_task(_reply(generator.follow.call_one(self._publishers, self._slots, self._plan_digest)))
-                tasks.create_task(_reply(self._rollouts.work.call()))
-                yield
-                await self._rest()
-                watch.cancel()
-                listen.cancel()
-                await self._reports()  # of the last pull and swap
-        except BaseExceptionGroup as group:
-            raise _first(group) from None
-
-    async def train_step(self, step: int) -> Mapping[str, float]:
-        replies = await self._trainers.step.call(step)
-        ranks = list(replies.values())
-        for rank, (_, spans) in enumerate(ranks):
-            self._spans(f"trainer {rank}", spans)
-        self._step = step
-        return trainer_figures([figures for figures, _ in ranks])
-
-    def record(self, step: int, stats: Mapping[str, float]) -> None:
-        self._rows.put_nowait((step, stats))
-
-    def due(self, what: Literal["eval"], step: int) -> bool:
-        every = self.config.eval.every
-        return step == self.config.steps or bool(every and step % every == 0)
-
-    def start_evaluation(self, step: int) -> None:
-        if self.config.eval.prompts:
-            self._evaluations.add(self._background.create_task(self._evaluate(step), name=f"evaluation of step {step}"))
-
-    async def evaluations(self) -> None:
-        await asyncio.gather(*self._evaluations)
-        self._evaluations.clear()
-
-    # --- beyond the loop --------------------------------------------------------------------------------------------
-
-    async def save_model(self) -> Path:
-        """Write the trained model as a Hugging Face directory."""
-        path = self.output_dir / "model"
-        await answer(self._trainers.save.call(path), "trainers (saving the model)", START_DEADLINE_S)
-        return path
-
     async def close(self) -> None:
-        """End everything: rollouts, engines, trainers, processes. Takes at most `close_deadline_s`."""
-        self.console.close()
-        self._fault.cancel()  # whatever dies from here on is meant to
+        """End everything: rollouts, engines, trainers, processes. Takes at most `close_deadline_s`. May be called twice."""
+        if self._state == "closed":
+            return
+        if self._training not in (None, asyncio.current_task()):
+            self._training.cancel()
+        deadline_s = self.config.close_deadline_s - STOP_S
+        ended = asyncio.get_running_loop().time() + deadline_s
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self.config.close_deadline_s - STOP_S):
-                if self._serving:
-                    await self._shut(self.config.close_deadline_s / 4)
-                await self._end(*self._processes)
-        with contextlib.suppress(TimeoutError):  # Monarch waits longer for those that were still starting
-            async with asyncio.timeout(STOP_S):
-                await asyncio.gather(*[mesh.stop() for mesh, _ in self._processes.values()], return_exceptions=True)
-        if self._hosts:
-            await self._hosts.close()
-        self._metrics_file.close()
-        self._trace.write(self.output_dir / "timeline.json")
-        write_report(self.output_dir)
+            async with asyncio.timeout(deadline_s):
+                if self._published:
+                    await self._shut(deadline_s / 4)
+        self._records.console.close()
+        await self._meshes.close(max(1.0, ended - asyncio.get_running_loop().time()), STOP_S)
+        self._records.close()
+        self._state = "closed"
 
-    async def _shut(self, deadline_s: float) -> None:
-        """Let actors put down what they hold. One that has died, hangs or computes for longer misses nothing but this."""
-        await self._end("rollout")
-        buffer = self._buffer.close.call_one()  # trainers that wait for a batch hear that there will be none
-        engines = [generator.shut.call_one() for generator in self._generators]
-        scorers = [scorer.shut.call_one() for scorer in self._scorers]
-        for replies in ([buffer, *engines, *scorers], [self._trainers.shut.call()]):
-            await asyncio.gather(*[answer(reply, "closing", deadline_s) for reply in replies], return_exceptions=True)
+    # --- training ---------------------------------------------------------------------------------------------------
 
-    async def _end(self, *names: str) -> None:
-        """End processes; they are gone when this returns."""
-        ends = [process.end.call(LEAVE_S) for _, process in (self._processes[name] for name in names if name in self._processes)]
-        await asyncio.gather(*[_reply(end) for end in ends], return_exceptions=True)
-        await asyncio.sleep(2 * LEAVE_S)
+    async def train(self, until: int | None = None) -> None:
+        """Train until `until` optimizer steps are done (None: all of `steps`), as the command line does.
 
-    # --- start ------------------------------------------------------------------------------------------------------
-
-    async def _start(self) -> None:
-        self._listen_for_faults()
-        await self._spawn_processes()
-        self._spawn_actors()
-        self._engine_starts = [generator.start.call_one() for generator in self._generators]
-        from monarch.spmd import setup_torch_elastic_env_async
-
-        await self._wait("trainer processes", setup_torch_elastic_env_async(self._processes["trainer"][0]))
-        await self._wait("trainers (model load)", _reply(self._trainers.setup.call()))
-
-    def _listen_for_faults(self) -> None:
-        import monarch.actor
-
-        loop = asyncio.get_running_loop()
-
-        def hook(failure: MeshFailure) -> None:
-            # A process is mourned once, by its Process actor; and Monarch has actors of its own, which have no obituary.
-            report = failure.report()
-            if (died := obituary(report)) and ("_process{" in report or not PROCESS_DIED.search(report)):
-                loop.call_soon_threadsafe(self._died, died)
-
-        monarch.actor.unhandled_fault_hook = hook
-
-    def _died(self, report: str) -> None:
-        if not self._fault.done():
-            self._fault.set_exception(ActorDied(report))
-
-    async def _spawn_processes(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._hosts = await Hosts.open(self.config, lambda lost: loop.call_soon_threadsafe(self._died, lost))
-        from actors.process import Process
-
-        for processes in place(self.config, self._hosts.facts):
-            mesh = self._hosts.spawn(processes)
-            self._processes[processes.name] = mesh, mesh.spawn(f"{processes.name}_process", Process)
-
-    def _spawn_actors(self) -> None:
-        from actors.generator import Generator
-        from actors.metrics import Metrics
-        from actors.publisher import Publisher
-        from actors.replay_buffer import ReplayBuffer
-        from actors.rollout import RolloutWorker
-        from actors.scorer import Scorer
-        from actors.trainer import Trainer
-
-        config, processes = self.config, {name: mesh for name, (mesh, _) in self._processes.items()}
-        self._buffer = processes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config)
-        self._metrics = processes["replay_buffer"].spawn("metrics", Metrics)
-        self._trainers = processes["trainer"].spawn("trainer", Trainer, config, self._buffer)
-        self._publishers = processes["trainer"].spawn("publisher", Publisher)
-        self._generators = [
-            processes[f"generator_{i}"].spawn(f"generator_{i}", Generator, config, i, self._metrics)
-            for i in range(config.generator.replicas)
-        ]
-        scorers = processes["scorer"].spawn("scorer", Scorer, config.task, config.task_args, config.seed, config.scorer.deadline_s)
-        self._scorers = [scorers.slice(worker=i) for i in range(config.scorer.workers)]
-        self._rollouts = processes["rollout"].spawn("rollout", RolloutWorker, config, self._buffer, self._generators, self._scorers)
-
-    # --- background -------------------------------------------------------------------------------------------------
-
-    async def _watch(self) -> None:
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.shield(self._fault)
-
-    async def _rest(self) -> None:
-        """Let the background come to its end: rollouts first, then pulls, then the last rows."""
-        await answer(self._buffer.close.call_one(), "replay buffer (close)", 30.0)
-        for i, generator in enumerate(self._generators):
-            await answer(generator.unfollow.call_one(), f"generator {i} (stop pulling)", 30.0)
-        self._rows.put_nowait(None)
-
-    async def _record_rows(self) -> None:
-        while (item := await self._rows.get()) is not None:
-            step, stats = item
-            row = await self._row(step, stats)
-            self._metrics_file.write(row)
-            self.console.row(row)
-            every = self.config.console.rollouts_every
-            if every and step and step % every == 0:
-                self.console.rollouts(await self._buffer.samples.call_one(console.SAMPLES))
-
-    async def _listen(self) -> None:
-        """Hand on what the generators report as it comes, also within a long step."""
-        while True:
-            await self._metrics.news.call_one()
-            await self._reports()
-
-    async def _reports(self) -> list[GeneratorReport]:
-        """The latest report of each generator; their spans go where spans go."""
-        reports, spans = await answer(self._metrics.collect.call_one(), "metrics", 60.0)
-        for lane, recorded in spans.items():
-            self._spans(lane, recorded)
-        self.console.reports(self._step, reports)
-        return reports
-
-    def _spans(self, lane: str, spans: list[Span]) -> None:
-        self._trace.add(lane, spans)
-        self.console.spans(lane, spans)
-
-    async def _row(self, step: int, stats: Mapping[str, float]) -> dict[str, Any]:
-        reports = await self._reports()
-        row: dict[str, Any] = {"step": step, "version": str(Version(0, step)), "wall_s": round(time.monotonic() - self._started, 3)}
-        row |= {**stats, **self._generator_figures.row(step, reports)}
-        if step:
-            figures: dict[str, float] = await answer(self._buffer.stats.call_one(step), "replay buffer (stats)", 60.0)
-            row |= figures
-        evaluated, self._evaluated = self._evaluated, {}
-        return row | evaluated
-
-    async def _evaluate(self, step: int) -> None:
-        workers, prompts = self.config.rollout.workers, self.config.eval.prompts
-        published = step if step == self.config.steps else step - step % self.config.weights.every
-        parts = await asyncio.gather(
-            *[self._rollouts.slice(worker=i).evaluate.call_one(range(i, prompts, workers), published).as_asyncio() for i in range(workers)]
-        )
-        rewards = [reward for part in parts for reward in part.rewards]
-        accuracy = {"eval/accuracy": sum(rewards) / len(rewards)} if rewards else {}
-        self._evaluated = accuracy | {
-            "eval/prompts": len(rewards),
-            "eval/unscorable": sum(part.unscorable for part in parts),
-            "eval/version": _version_span([v for part in parts for v in (part.first, part.last) if v is not None]),
-        }
-
-    async def _wait(self, who: str, waited: Awaitable[Any]) -> Any:
-        """Await something of the start, unless a process dies meanwhile."""
-        task = asyncio.ensure_future(waited)
+        Raises:
+            UserError: it is training already, or closed.
+        """
+        if self._training is not None:
+            raise UserError("this session is training already; pause() and resume() it, or wait for that to end")
+        if self._state in ("not started", "closed"):
+            raise UserError(f"this session is {self._state}")
+        self._training, self._state = asyncio.current_task(), "training"
         try:
-            done, _ = await asyncio.wait({task, self._fault}, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                raise NamedTimeout(who, START_DEADLINE_S)
-            return task.result() if task in done else self._fault.result()
+            await loop.train(self, until)
+            self._state = "done" if self.version.step >= self.config.steps else "ready"
+        except BaseException as error:
+            self._state = "interrupted" if isinstance(error, (asyncio.CancelledError, Halted)) else f"failed: {root(error)}"
+            raise
         finally:
-            task.cancel()
+            self._training = None
 
+    async def step(self, n: int = 1) -> Table:
+        """Train `n` optimizer steps and show their rows."""
+        first = self.version.step
+        await self.train(first + n)
+        return tables.of_rows([row for row in self._records.rows if row["step"] > first])
 
-async def _reply(future: Any) -> Any:
-    return await future.as_asyncio()
+    async def pause(self) -> None:
+        """Begin no optimizer step until `resume`; returns when the one in progress is done. Rollouts go on as far as `max_age` allows."""
+        self._go.clear()
+        async with self._turn:
+            self._state = "paused"
 
+    def resume(self) -> None:
+        """Go on after `pause`."""
+        self._state = "training" if self._training else "ready"
+        self._go.set()
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure that ended a task group: a root cause before what it dragged along."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = min(error.exceptions, key=lambda e: isinstance(e, ActorDied))
-    return error
+    async def set(self, **values: Any) -> Table:
+        """Change what may change while it runs: lr, temperature, max_new_tokens, max_age (among values above 0), and how often to evaluate,
+        checkpoint and print. Groups that were started keep what they were started with.
 
+        Raises:
+            ConfigError: one of the keys or values is not allowed; then nothing is changed.
+        """
+        config, changed = settle(self.config, values)
+        if "trainer.lr" in changed:
+            await answer(self._trainers.set_lr.call(config.trainer.lr), "trainers (learning rate)", START_DEADLINE_S)
+        if changed.keys() & {"generator.temperature", "generator.max_new_tokens"}:
+            sampling = config.generator.temperature, config.generator.max_new_tokens
+            await answer(self._rollouts.set_sampling.call(*sampling), "rollout workers (sampling)", 60.0)
+        if "buffer.max_age" in changed:
+            await answer(self._buffer.set_max_age.call_one(config.buffer.max_age), "replay buffer (max_age)", 60.0)
+        for name in vars(config):
+            setattr(self.config, name, getattr(config, name))
+        return Table("changed", ("key", "was", "is"), [(key, was, now) for key, (was, now) in changed.items()])
 
-def _version_span(versions: list[Version]) -> str:
-    """`0.12` or `0.12-0.14`."""
-    if not versions:
-        return ""
-    first, last = min(versions), max(versions)
-    return str(first) if first == last else f"{first}-{last}"
+    async def scale(self, generators: int) -> Table:
+        """Start or end generator replicas while everything goes on. A new one takes requests when it holds the newest weights; one that
+        leaves is sent no more, and ends when its last request has come back."""
+        if generators < 1:
+            raise UserError(f"generators={generators}: there must be at least 1")
+        await self._live()
+        async with self._scaling:
+            live = self._replicas.live
+            if (more := generators - len(live)) > 0:
+                await asyncio.gather(*[self._add(number) for number in self._replicas.spawn(more)])
+            for number in sorted(live, reverse=True)[: max(0, -more)]:
+                await self._remove(number)
+        return self.generators
+
+    # --- looking at it ----------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt: str | list[Message],
+        n: int = 1,
+        *,
+        replica: int | None = None,
+        temperature: float | None = None,
+        max_new_tokens: int | None = None,
+        seed: int = 0,
+    ) -> Samples:
+        """`n` completions by the live policy, with the version behind each token.
+
+        Raises:
+            UserError: there is no such replica.
+        """
+        await self._live()
+        live, asked = self._replicas.live, self.config.generator
+        if replica is not None and replica not in live:
+            raise UserError(f"replica={replica}: there are {', '.join(map(str, sorted(live)))}")
+        limit = asked.max_new_tokens if max_new_tokens is None else max_new_tokens
+        sampling = Sampling(limit, asked.temperature if temperature is None else temperature, self._renderer.stop_ids)
+        generator = live[min(live) if replica is None else replica]
+        reply = generator.generate.call_one(self._renderer.render(prompt), sampling, [seed + i for i in range(n)], 0)
+        generations = await answer(reply, "generator", self.config.rollout.deadline_s)
+        return tables.of_generations(prompt, generations, self._renderer)
+
+    async def evaluate(self, task: TaskSpec | None = None, prompts: int | None = None) -> Evaluated:
+        """Held-out accuracy of the live policy, on the task that is trained or on another, given as `task` in the configuration.
+
+        Raises:
+            UserError: there is no such task, or the model's tokenizer cannot render it.
+        """
+        await self._live()
+        try:
+            return await self._evaluated(prompts or self.config.eval.prompts or 256, 0, task)
+        except Exception as error:
+            if isinstance(mistake := root(error), UserError):
+                raise mistake from error
+            raise
+
+    async def rollouts(self, k: int = 8) -> Samples:
+        """The `k` groups that were finished last, one episode a line."""
+        groups = await answer(self._buffer.samples.call_one(k), "replay buffer (samples)", 60.0)
+        return tables.of_groups(groups, self.version)
+
+    @property
+    def buffer(self) -> Table:
+        """Who holds which prompt, as of the last second."""
+        return tables.of_buffer(self._records.holdings)
+
+    @property
+    def generators(self) -> Table:
+        """What each generator holds and does, as it last reported."""
+        return tables.of_generators(self._reported(), self.version)
+
+    @property
+    def weights(self) -> Table:
+        """How the weights travel."""
+        return tables.of_weights(self._reported(), self.version)
+
+    @property
+    def trainer(self) -> Table:
+        """The last steps."""
+        return tables.of_rows(self._records.rows[-8:])
+
+    def __repr__(self) -> str:
+        return repr(self._summary())
+
+    def _repr_html_(self) -> str:
+        return self._summary()._repr_html_()
+
+    async def _live(self) -> None:
+        """The policy can be asked: the first weights are published, and the background runs."""
+        if not self._published:
+            await self.publish(self.version)
+        await self._keep()
+        if self._keeper is not None and self._keeper.done():
+            raise UserError(f"this session has {self._state}")
+
+    async def _add(self, number: int) -> None:
+        publishers, slots, _ = self._followed
+        following = await self._replicas.add(number, publishers, slots)
+        self._background.create_task(ended(following), name=f"generator {number}")
+        await answer(self._rollouts.add_generator.call(number, self._replicas.live[number]), "rollout workers (new generator)", 60.0)
+
+    async def _remove(self, number: int) -> None:
+        await answer(self._rollouts.drain_generator.call(number), f"generator {number} (last requests)", self.config.rollout.deadline_s)
+        await self._replicas.unfollow(number)
+        await self._replicas.end(number)
+
+    def _reported(self) -> list[GeneratorReport]:
+        """Of the generators that are here."""
+        reported = {report.replica: report for report in self._records.reports}
+        return [reported.get(number, GeneratorReport(number)) for number in sorted(self._replicas.live)]
+
+    @cached_property
+    def _renderer(self) -> Renderer:
+        from monarch_rl.rendering import Renderer
+
+        return Renderer.of(self.config.model)
+
+    def _summary(self) -> Table:
+        return tables.of_session(self.config, self._state, self.version, self._records.rows)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from monarch.actor import Future
@@ -38,6 +38,12 @@ def answer_blocking(reply: Future[T], who: str, deadline_s: float) -> T:
         return reply.get(timeout=deadline_s)
     except TimeoutError:
         raise NamedTimeout(who, deadline_s) from None
+
+
+async def ended(waited: asyncio.Future[Any]) -> None:
+    """Wait for what is not to be cancelled with its waiter, and may fail when nobody waits any more."""
+    waited.add_done_callback(lambda done: done.cancelled() or done.exception())
+    await asyncio.shield(waited)
 
 
 def root(error: BaseException) -> BaseException:

@@ -58,7 +58,7 @@ class Trajectory:
         self._parts.append(Generation(ids_T, np.zeros(len(ids), np.float32), np.full(len(ids), NOT_SAMPLED, np.int64), "stop"))
         self._masks.append(False)
 
-    def episode(self, text: str) -> Episode:
+    def episode(self, text: str, temperature: float) -> Episode:
         """The finished episode, not yet scored."""
         return Episode(
             ids_T=np.concatenate([part.ids_T for part in self._parts]),
@@ -68,4 +68,5 @@ class Trajectory:
             text=text,
             error=self.error,
             truncated=self.truncated,
+            temperature=temperature,
         )

@@ -107,6 +107,8 @@ class Episode(_Compact):
     error: str | None = None
     truncated: bool = False
     """Ended by the token budget and not by an end token."""
+    temperature: float = 1.0
+    """That its tokens were sampled at."""
 
     @property
     def sampled_tokens(self) -> int:

@@ -59,10 +59,11 @@ def episode(prompt: int, completion: int, draw: random.Random, reward: float | N
 
 
 def sampled_by(model: PreTrainedModel, episodes: list[Episode], temperature: float, noise: Callable[[], float] = lambda: 0.0) -> None:
-    """Fills in the sampler's logprobs: the model's, plus `noise()` for each token."""
+    """Fills in temperature and the sampler's logprobs: the model's, plus `noise()` for each token."""
     for e in episodes:
         with torch.no_grad():
             logprobs_T = plain_logprobs(model, e, temperature).numpy()
+        e.temperature = temperature
         e.logprobs_T = np.where(e.loss_mask_T, logprobs_T + [noise() for _ in e.ids_T], 0).astype(np.float32)
 
 

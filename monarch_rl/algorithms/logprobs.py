@@ -12,23 +12,23 @@ Head = Callable[[Tensor], Tensor]
 """Hidden states [N, D] → logits [N, V]."""
 
 
-def token_logprobs(hidden_ND: Tensor, targets_N: Tensor, head: Head, temperature: float, chunk: int) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy, both [N] float32, of softmax(logits / temperature).
+def token_logprobs(hidden_ND: Tensor, targets_N: Tensor, head: Head, temperatures_N: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy, both [N] float32, of softmax(logits / temperature), the temperature of each token.
 
     Logits exist for `chunk` tokens at a time; where there are more, each chunk is computed again in the backward pass.
     The entropy carries no gradient. N = 0 is allowed and stays connected to the graph.
     """
     if len(targets_N) <= chunk:
-        return _of_chunk(hidden_ND, targets_N, head, temperature)
+        return _of_chunk(hidden_ND, targets_N, head, temperatures_N)
     parts = [
-        checkpoint(_of_chunk, hidden, targets, head, temperature, use_reentrant=False, preserve_rng_state=False)
-        for hidden, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True)
+        checkpoint(_of_chunk, hidden, targets, head, temperatures, use_reentrant=False, preserve_rng_state=False)
+        for hidden, targets, temperatures in zip(hidden_ND.split(chunk), targets_N.split(chunk), temperatures_N.split(chunk), strict=True)
     ]
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
 
-def _of_chunk(hidden_ND: Tensor, targets_N: Tensor, head: Head, temperature: float) -> tuple[Tensor, Tensor]:
-    logits_NV = head(hidden_ND).float() / temperature
+def _of_chunk(hidden_ND: Tensor, targets_N: Tensor, head: Head, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
+    logits_NV = head(hidden_ND).float() / temperatures_N[:, None]
     logprobs_NV = logits_NV.log_softmax(-1)
     with torch.no_grad():
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)

@@ -35,35 +35,25 @@ GONE_S = 10.0
 
 
 class Hosts:
-    """`open` gives it. Whatever is started on them has ended when `close` returns."""
+    """To be opened first. Whatever was started on hosts other than this one has ended when `close` returns."""
 
-    def __init__(self, config: Config, on_lost: Callable[[str], object]) -> None:
+    def __init__(self, config: Config) -> None:
         self.facts: list[Facts] = []
         """of each host, by index"""
         self._config = config
         self._environment = local.environment(config)
-        self._heart = Heart(on_lost)
+        self._heart: Heart | None = None
         self._parents: list[Host] = []
         self._links: list[Link] = []
         self._meshes: dict[tuple[int, ...], HostMesh] = {}
         self._allocation: Allocation | None = None
 
-    @classmethod
-    async def open(cls, config: Config, on_lost: Callable[[str], object]) -> Hosts:
-        """The hosts that the configuration names. `on_lost` is called with one line when one goes away, from another thread.
+    async def open(self, on_lost: Callable[[str], object]) -> None:
+        """Have the hosts that the configuration names. `on_lost` is called with one line when one goes away, from another thread.
 
         Raises:
-            UserError: names the worker that cannot be had, and why.
+            UserError: names the worker that cannot be had, and why. To be closed then, too.
         """
-        hosts = cls(config, on_lost)
-        try:
-            await hosts._open()
-        except BaseException:
-            await hosts.close()
-            raise
-        return hosts
-
-    async def _open(self) -> None:
         os.environ.update({key: value for key, value in MONARCH_ENVIRONMENT.items() if key not in os.environ})
         cluster = self._config.cluster
         if cluster.kind == "local":
@@ -74,6 +64,7 @@ class Hosts:
         if cluster.kind == "slurm":
             self._allocation = Allocation(self._config)
             addresses = await self._allocation.start()
+        self._heart = Heart(on_lost)
         self._heart.start()
         await self.add(addresses)
         if self._allocation:
@@ -85,7 +76,7 @@ class Hosts:
         Raises:
             UserError: names the worker that cannot be had, and why.
         """
-        if self._config.cluster.kind == "local":
+        if self._heart is None:
             raise UserError("cluster.kind=local: a run on this host only takes no others; see cluster.kind=attach")
         found = await _each(partial(_look, self._config), [parse(address, "cluster.hosts") for address in addresses])
         links = [link for link, _ in found]
@@ -118,8 +109,10 @@ class Hosts:
 
     async def close(self) -> None:
         """Let the hosts go; takes at most some `GONE_S` seconds."""
-        await asyncio.to_thread(self._heart.stop)
+        if self._heart:
+            await asyncio.to_thread(self._heart.stop)
         await _each(lambda link: link.close(GONE_S), self._links)
+        self._links.clear()
         if self._allocation:
             await self._allocation.end()
 

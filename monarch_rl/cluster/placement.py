@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from monarch_rl.cluster.machine import Facts
@@ -34,26 +35,24 @@ class Processes:
         return f"{self.name}: {self.count} process{'es' * (self.count > 1)} on {where}, {device}"
 
 
-def place(config: Config, hosts: Sequence[Facts]) -> list[Processes]:
-    """The processes of a run on these hosts.
+def place(config: Config, hosts: Sequence[Facts], replicas: int | None = None) -> list[Processes]:
+    """The processes of a run on these hosts, with as many generators as configured or `replicas`.
 
     Trainer ranks get the first GPUs of their host, generators the next, round and round where there are too few.
 
     Raises:
         ConfigError: `cluster.placement` asks for what is not there.
     """
-    where, workers = hosts_by_role(config, len(hosts)), config.rollout.workers
-    placed = [Processes("trainer", "rank", config.trainer.ranks, where["trainer"])]
-    placed[0] = _equipped(placed[0], config, hosts, [])
-    for replica in range(config.generator.replicas):
+    where = hosts_by_role(config, len(hosts))
+    placed = [_equipped(Processes("trainer", "rank", config.trainer.ranks, where["trainer"]), config, hosts, [])]
+    for replica in range(config.generator.replicas if replicas is None else replicas):
         placed.append(place_generator(replica, config, hosts, placed))
-    placed += [
+    return [
+        *placed,
         Processes("replay_buffer", "proc", 1, where["replay_buffer"]),
-        Processes("rollout", "worker", workers, where["rollout"]),
+        Processes("rollout", "worker", config.rollout.workers, where["rollout"]),
         Processes("scorer", "worker", config.scorer.workers, where["scorer"]),
     ]
-    computing = Counter(host for processes in placed[: 1 + config.generator.replicas] for host in _ranks(processes))
-    return [_with_threads(processes, config, hosts, computing) for processes in placed]
 
 
 def place_generator(replica: int, config: Config, hosts: Sequence[Facts], placed: Iterable[Processes]) -> Processes:
@@ -109,23 +108,24 @@ def _host_list(role: str, value: object, count: int) -> tuple[int, ...]:
 
 
 def _equipped(processes: Processes, config: Config, hosts: Sequence[Facts], placed: Sequence[Processes]) -> Processes:
-    """With a GPU for each process: the one of its host that the fewest have."""
+    """With a GPU for each process, the one of its host that the fewest have; else with threads that fit the cores."""
     if config.profile != "cuda" or not all(hosts[host].gpus for host in processes.hosts):
-        return processes
+        return replace(processes, threads=min(_threads(config, hosts, host) for host in processes.hosts))
     used = Counter((host, gpu) for other in placed for host, gpu in zip(_ranks(other), other.gpus, strict=False))
     gpus = []
     for host in _ranks(processes):
-        gpu = min(hosts[host].gpus, key=lambda name: used[host, name])
+        gpu = min((used[host, name], at, name) for at, name in enumerate(hosts[host].gpus))[2]
         used[host, gpu] += 1
         gpus.append(gpu)
     return replace(processes, gpus=tuple(gpus))
 
 
-def _with_threads(processes: Processes, config: Config, hosts: Sequence[Facts], computing: Mapping[int, int]) -> Processes:
-    """At most `cluster.cpu_threads`, and no more than the cores that are there for each trainer rank and generator."""
-    fit = min(max(1, hosts[host].cores // max(1, computing[host])) for host in processes.hosts)
-    threads = min(config.cluster.cpu_threads, fit)
-    return replace(processes, threads=threads)
+def _threads(config: Config, hosts: Sequence[Facts], host: int) -> int:
+    """At most `cluster.cpu_threads`, and an equal share of the host's cores for each trainer rank and generator on it."""
+    where = hosts_by_role(config, host_count(config))
+    sizes = {"trainer": config.trainer.ranks, "generator": config.generator.replicas}
+    computing = sum(math.ceil(size / len(where[role])) for role, size in sizes.items() if host in where[role])
+    return min(config.cluster.cpu_threads, max(1, hosts[host].cores // max(1, computing)))
 
 
 def _ranks(processes: Processes) -> list[int]:

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from monarch_rl.observe.rollouts import reopen
+
 
 @dataclass(slots=True)
 class GeneratorReport:
@@ -76,10 +78,10 @@ def trainer_figures(ranks: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 class MetricsFile:
-    """Appends rows to `metrics.jsonl`."""
+    """Appends rows to `metrics.jsonl`; of an earlier run the steps up to `after` are kept."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("w")
+    def __init__(self, path: Path, after: int = 0) -> None:
+        self._file = reopen(path, after)
 
     def write(self, row: Mapping[str, object]) -> None:
         self._file.write(json.dumps(row) + "\n")

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TextIO
 
 from monarch_rl.types import Episode, Group
 
 
 class RolloutsFile:
-    """Appends the groups of each step."""
+    """Appends the groups of each step; of an earlier run the steps up to `after` are kept."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, after: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        self._file = reopen(path, after)
 
     def write(self, step: int, groups: Iterable[Group]) -> None:
         """Groups of one optimizer step. A prompt's answer is written as text where JSON has no such type."""
@@ -26,6 +27,16 @@ class RolloutsFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def reopen(path: Path, after: int) -> TextIO:
+    """A file of JSON lines with a `step` each, to be appended to; lines of later steps are cut off."""
+    kept = []
+    if after and path.exists():
+        kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if json.loads(line)["step"] <= after]
+    file = path.open("w", encoding="utf-8")
+    file.writelines(kept)
+    return file
 
 
 def _episode(episode: Episode) -> dict[str, object]:

@@ -46,7 +46,7 @@ def full(rank: Learner, gradients: bool) -> dict[str, torch.Tensor]:
 
 
 def one_step(rank: Learner, shard: Shard) -> dict[str, Any]:
-    metrics = rank.step(shard, TEMPERATURE)
+    metrics = rank.step(shard)
     return {"metrics": metrics, "gradients": full(rank, gradients=True), "weights": full(rank, gradients=False)}
 
 
@@ -65,7 +65,7 @@ def error_of_a_bad_batch(rank: Learner, place: int) -> str:
     for e in groups[0]:
         e.logprobs_T[e.loss_mask_T] = -1e4
     with pytest.raises(RuntimeError) as caught:
-        rank.step(replace(shards(groups, RANKS)[place], step=2), TEMPERATURE)
+        rank.step(replace(shards(groups, RANKS)[place], step=2))
     return str(caught.value)
 
 

@@ -62,7 +62,7 @@ def train(path: Path, dtype: str, rank: int, world: int) -> dict[str, Any]:
         bf16=dtype == "bfloat16",
     )
     groups = torch.load(path / "groups.pt", weights_only=False)
-    metrics = learner.step(make_shards(groups, STEP, world, budget=80)[rank], TEMPERATURE)
+    metrics = learner.step(make_shards(groups, STEP, world, budget=80)[rank])
     gradients = {name: p.grad.full_tensor() for name, p in learner.model.causal_lm.named_parameters()}
     if world == max(WORLDS):
         save_pretrained(learner.model, saved(path, dtype), str(path), getattr(torch, dtype))

@@ -84,7 +84,7 @@ class Audit:
 
     async def trainer_fingerprints(self) -> dict[str, int]:
         """The same on all ranks."""
-        plan = await self._session._engine_starts[0].as_asyncio()
+        plan = self._session._replicas.plan
         ranks = list((await self._session._trainers.fingerprints.call(plan)).values())
         assert all(rank == ranks[0] for rank in ranks)
         return dict(ranks[0])
@@ -93,18 +93,18 @@ class Audit:
         """Of each replica, at once or when it holds `min_step`."""
         if min_step is not None:
             await asyncio.gather(*[self.ask(replica, min_step) for replica in range(self.config.generator.replicas)])
-        return [await generator.fingerprints.call_one() for generator in self._session._generators]
+        return [await generator.fingerprints.call_one() for generator in self._session._replicas.live.values()]
 
     async def ask(self, replica: int, min_step: int) -> Generation:
         """One short completion from a replica that holds at least `min_step`."""
         renderer = Renderer(self.config.model.path)
         sampling = Sampling(4, 1.0, renderer.stop_ids)
-        asked = self._session._generators[replica].generate.call_one(renderer.render("1+2="), sampling, [1], min_step)
+        asked = self._session._replicas.live[replica].generate.call_one(renderer.render("1+2="), sampling, [1], min_step)
         (generation,) = await asyncio.wait_for(asked.as_asyncio(), DEADLINE_S)
         return generation
 
     async def process_id(self, replica: int) -> int:
-        return int(await self._session._processes[f"generator_{replica}"][0].spawn("process_id", ProcessId).tell.call_one())
+        return int(await self._session._meshes[f"generator_{replica}"].spawn("process_id", ProcessId).tell.call_one())
 
     async def until_nothing_more_may_start(self) -> None:
         """Every prompt that may be started before the first optimizer step has its group (dead ones are kept)."""

@@ -81,12 +81,12 @@ def test_dead_groups_cost_no_forward_pass_but_count_in_the_denominators() -> Non
 def test_ages_are_checked_token_by_token() -> None:
     """Cases 27, 28: one token that is too old is found and its prompt is named; so is one from the future."""
     fresh, old = group(1, episode(1.0, steps=[4, 6])), group(2, episode(1.0, steps=[5, 6]), episode(0.0, tokens=3, steps=[3, 4, 5]))
-    check_ages([fresh, old], step=6, max_age=2, lineage=1)
-    check_ages([fresh], step=7, max_age=2)
+    check_ages([fresh, old], step=6, max_age=lambda _: 2, lineage=1)
+    check_ages([fresh], step=7, max_age=lambda _: 2)
     with pytest.raises(AgeError, match="prompt 2 has a token of age 3 at step 7, above"):
-        check_ages([fresh, old], step=7, max_age=2)
+        check_ages([fresh, old], step=7, max_age=lambda _: 2)
     with pytest.raises(AgeError, match="prompt 1: step 6"):
-        check_ages([fresh], step=6, max_age=2)
+        check_ages([fresh], step=6, max_age=lambda _: 2)
 
 
 def test_figures_table() -> None:

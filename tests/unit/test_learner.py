@@ -109,7 +109,7 @@ def test_gradients_are_those_of_the_formulas(mesh: DeviceMesh, groups: list[list
     """Cases 46, 49, 51, 52: one micro-batch, several, and one per row give the gradients of one plain forward per episode."""
     rank = learner(mesh, logprob_chunk=chunk, **config)
     (shard,) = shards(groups, budget=budget, step=STEP)
-    metrics = rank.step(shard, TEMPERATURE)
+    metrics = rank.step(shard)
     loss, expected = by_hand(groups, rank.config)
     assert metrics["loss/policy"] == pytest.approx(loss, abs=1e-6)
     torch.testing.assert_close(gradients(rank), expected, atol=1e-6, rtol=1e-5)
@@ -121,26 +121,28 @@ def test_order_and_padding_change_nothing(mesh: DeviceMesh, groups: list[list[Ep
     one, other = learner(mesh), learner(mesh)
     (shard,) = shards(groups, budget=60, step=STEP)
     (shuffled,) = shards(groups, budget=4096, step=STEP, order=random.Random(seed))
-    metrics, others = one.step(shard, TEMPERATURE), other.step(shuffled, TEMPERATURE)
+    metrics, others = one.step(shard), other.step(shuffled)
     torch.testing.assert_close(gradients(one), gradients(other), atol=1e-6, rtol=1e-5)
     assert {**metrics, "padding/frac": 0} == pytest.approx({**others, "padding/frac": 0}, abs=1e-6)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.6])
-def test_at_age_zero_the_ratio_is_one(mesh: DeviceMesh, groups: list[list[Episode]], temperature: float) -> None:
-    """Case 60: the trainer's logprobs are those of a plain forward at the sampling temperature."""
+@pytest.mark.parametrize("temperatures", [[1.0], [0.7], [0.6, 1.0, 1.7]], ids=str)
+def test_at_age_zero_the_ratio_is_one(mesh: DeviceMesh, groups: list[list[Episode]], temperatures: list[float]) -> None:
+    """Case 60: the trainer's logprobs are those of a plain forward at the temperature at which each episode was sampled."""
     everything = [e for group in groups for e in group]
-    sampled_by(small_model(), everything, temperature)
+    for at, temperature in enumerate(temperatures):
+        sampled_by(small_model(), everything[at :: len(temperatures)], temperature)
     for e in everything:
         e.versions_T[e.loss_mask_T] = Version(0, STEP - 1).pack()
-    metrics = learner(mesh).step(shards(groups, budget=60, step=STEP)[0], temperature)
+    metrics = learner(mesh).step(shards(groups, budget=60, step=STEP)[0])
     assert metrics["ratio/mean"] == pytest.approx(1, abs=1e-5)
     assert metrics["ratio/max"] == pytest.approx(1, abs=1e-5)
     assert metrics["mismatch/max_abs"] <= 1e-5
     assert metrics["mismatch/mean_abs"] <= 2e-6
     assert metrics["mismatch/kl"] <= 1e-9
     assert metrics["clip/frac"] == 0
-    wrong = learner(mesh).step(shards(groups, budget=60, step=STEP)[0], temperature * 2)
+    everything[0].temperature *= 2
+    wrong = learner(mesh).step(shards(groups, budget=60, step=STEP)[0])
     assert wrong["mismatch/max_abs"] > 0.1
 
 
@@ -152,7 +154,7 @@ def test_at_age_zero_the_gradient_does_not_depend_on_the_sampler(mesh: DeviceMes
             e.versions_T[e.loss_mask_T] = Version(0, STEP - 1).pack()
             e.logprobs_T = np.where(e.loss_mask_T, e.logprobs_T - np.float32(shift), e.logprobs_T)
         rank = learner(mesh)
-        assert rank.step(shards(groups, step=STEP)[0], TEMPERATURE)["clip/frac"] == 0
+        assert rank.step(shards(groups, step=STEP)[0])["clip/frac"] == 0
         results.append(gradients(rank))
     torch.testing.assert_close(*results, atol=0, rtol=0)
 
@@ -166,7 +168,7 @@ def test_metrics_of_a_scripted_batch(mesh: DeviceMesh) -> None:
     uniform = -math.log(VOCABULARY)
     fresh.logprobs_T[2:] = [uniform, uniform - math.log(2)]  # ratios 1 and 2
     stale.logprobs_T[4:] = uniform + math.log(4)  # ratio 1/4, clipped since A < 0
-    metrics = learner(mesh, model, lr=0.5).step(shards([[fresh, stale]], budget=8, step=5)[0], 1.0)
+    metrics = learner(mesh, model, lr=0.5).step(shards([[fresh, stale]], budget=8, step=5)[0])
     mismatch = {"mismatch/kl": (2 - 1 - math.log(2)) / 2, "mismatch/mean_abs": math.log(2) / 2, "mismatch/max_abs": math.log(2)}
     expected = {
         "loss/policy": -(0.5 * 1 + 0.5 * 1 - 0.5 * 0.8) / 3,
@@ -185,7 +187,7 @@ def test_metrics_of_a_scripted_batch(mesh: DeviceMesh) -> None:
 
 
 def test_tokens_of_an_older_lineage_are_never_fresh(mesh: DeviceMesh, groups: list[list[Episode]]) -> None:
-    metrics = learner(mesh, lineage=1).step(shards(groups, step=STEP)[0], TEMPERATURE)
+    metrics = learner(mesh, lineage=1).step(shards(groups, step=STEP)[0])
     assert (metrics["age/max"], metrics["age/mean"]) == (1, 1)  # by their steps, some would be 0
     assert "mismatch/kl" not in metrics
 
@@ -197,7 +199,7 @@ def test_a_batch_without_a_trainable_token_changes_nothing(mesh: DeviceMesh, gro
         e.reward = None
     rank = learner(mesh, aggregation=aggregation)
     before = weights(rank)
-    metrics = rank.step(shards(groups, budget=60, step=STEP)[0], TEMPERATURE)
+    metrics = rank.step(shards(groups, budget=60, step=STEP)[0])
     assert (metrics["loss/policy"], metrics["grad_norm"], metrics["tokens/trained"]) == (0, 0, 0)
     assert all(math.isfinite(value) for value in metrics.values())
     torch.testing.assert_close(weights(rank), before, atol=0, rtol=0)
@@ -206,8 +208,8 @@ def test_a_batch_without_a_trainable_token_changes_nothing(mesh: DeviceMesh, gro
 def test_an_empty_microbatch_is_harmless(mesh: DeviceMesh, groups: list[list[Episode]]) -> None:
     one, other = learner(mesh), learner(mesh)
     (shard,) = shards(groups, step=STEP)
-    one.step(shard, TEMPERATURE)
-    other.step(replace(shard, microbatches=[[], *shard.microbatches, []]), TEMPERATURE)
+    one.step(shard)
+    other.step(replace(shard, microbatches=[[], *shard.microbatches, []]))
     torch.testing.assert_close(gradients(one), gradients(other), atol=0, rtol=0)
 
 
@@ -217,7 +219,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_that_names_the_step(mesh: Dev
     rank = learner(mesh)
     before = weights(rank)
     with pytest.raises(RuntimeError, match="step 2: the gradient norm is"):
-        rank.step(shards(groups, step=STEP)[0], TEMPERATURE)
+        rank.step(shards(groups, step=STEP)[0])
     torch.testing.assert_close(weights(rank), before, atol=0, rtol=0)
 
 
@@ -226,13 +228,13 @@ def test_a_wrong_denominator_is_an_error(mesh: DeviceMesh, groups: list[list[Epi
     before = weights(rank)
     (shard,) = shards(groups, step=STEP)
     with pytest.raises(ValueError, match=f"announces {shard.total_tokens + 1} trained tokens, its shards hold {shard.total_tokens}"):
-        rank.step(replace(shard, total_tokens=shard.total_tokens + 1), TEMPERATURE)
+        rank.step(replace(shard, total_tokens=shard.total_tokens + 1))
     torch.testing.assert_close(weights(rank), before, atol=0, rtol=0)
 
 
 def test_gradients_are_clipped_to_the_global_norm(mesh: DeviceMesh, groups: list[list[Episode]]) -> None:
     rank = learner(mesh, max_grad_norm=1e-3)
-    norm = rank.step(shards(groups, step=STEP)[0], TEMPERATURE)["grad_norm"]
+    norm = rank.step(shards(groups, step=STEP)[0])["grad_norm"]
     assert norm > 1e-2
     assert math.sqrt(sum(float(g.square().sum()) for g in gradients(rank).values())) == pytest.approx(1e-3, rel=1e-3)
 
@@ -250,14 +252,14 @@ def test_learning_rate_schedules_end_at_zero() -> None:
 def test_activation_checkpointing_changes_no_gradient(mesh: DeviceMesh, groups: list[list[Episode]]) -> None:
     plain, checkpointed = learner(mesh), learner(mesh, activation_checkpointing=True)
     for rank in (plain, checkpointed):
-        rank.step(shards(groups, budget=60, step=STEP)[0], TEMPERATURE)
+        rank.step(shards(groups, budget=60, step=STEP)[0])
     torch.testing.assert_close(gradients(plain), gradients(checkpointed), atol=0, rtol=0)
 
 
 def test_bfloat16_keeps_float32_weights_and_the_direction(mesh: DeviceMesh, groups: list[list[Episode]]) -> None:
     full, half = learner(mesh), learner(mesh, bf16=True, activation_checkpointing=True)
     for rank in (full, half):
-        rank.step(shards(groups, budget=60, step=STEP)[0], TEMPERATURE)
+        rank.step(shards(groups, budget=60, step=STEP)[0])
     assert {w.dtype for w in weights(half).values()} == {torch.float32}
     flat = [torch.cat([g.flatten() for g in gradients(rank).values()]) for rank in (full, half)]
     assert not torch.equal(*flat)
@@ -266,7 +268,7 @@ def test_bfloat16_keeps_float32_weights_and_the_direction(mesh: DeviceMesh, grou
 
 def test_an_untied_head_is_trained(mesh: DeviceMesh, groups: list[list[Episode]]) -> None:
     rank = learner(mesh, small_model(tied=False))
-    rank.step(shards(groups, step=STEP)[0], TEMPERATURE)
+    rank.step(shards(groups, step=STEP)[0])
     assert gradients(rank)["lm_head.weight"].abs().max() > 0
 
 
@@ -282,7 +284,7 @@ def test_local_shards_have_the_names_of_the_model(mesh: DeviceMesh, tied: bool) 
 def test_local_shards_follow_training(mesh: DeviceMesh, groups: list[list[Episode]]) -> None:
     rank = learner(mesh)
     live, before = local_shards(rank.model), weights(rank)
-    rank.step(shards(groups, step=STEP)[0], TEMPERATURE)
+    rank.step(shards(groups, step=STEP)[0])
     assert all(not torch.equal(live[name], before[name]) for name in live)
 
 
@@ -297,7 +299,7 @@ def model_directory(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_saved_model_loads_equal(mesh: DeviceMesh, groups: Any, model_directory: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     rank = learner(mesh, load_causal_lm(str(model_directory)))
-    rank.step(shards(groups, step=STEP)[0], TEMPERATURE)
+    rank.step(shards(groups, step=STEP)[0])
     save_pretrained(rank.model, tmp_path / "saved", str(model_directory), dtype)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype="auto")
     assert loaded.dtype == dtype

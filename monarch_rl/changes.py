@@ -1,0 +1,44 @@
+"""Which keys may change while a session runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from operator import attrgetter
+from typing import Any
+
+from monarch_rl.config import Config, ConfigError, validate
+
+CHANGEABLE = (
+    "trainer.lr",
+    "generator.temperature",
+    "generator.max_new_tokens",
+    "buffer.max_age",
+    "eval.every",
+    "eval.prompts",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "console.rollouts_every",
+)
+SHORT = {key.split(".")[1]: key for key in CHANGEABLE[:4]}
+"""Names for Python's keyword arguments; other keys are written with `_` for the dot, e.g. `eval_every`."""
+
+
+def settle(config: Config, values: Mapping[str, Any]) -> tuple[Config, dict[str, tuple[Any, Any]]]:
+    """A copy of `config` with `values`, checked as on the command line, and what each changed key was and is.
+
+    Raises:
+        ConfigError: a key that cannot change, or a value that is not allowed; the message names the keys.
+    """
+    names = SHORT | {key.replace(".", "_"): key for key in CHANGEABLE} | {key: key for key in CHANGEABLE}
+    made, changed = copy.deepcopy(config), {}
+    for name, value in values.items():
+        if name not in names:
+            raise ConfigError(f"{name} cannot change in a running session; these can: {', '.join([*SHORT, *CHANGEABLE[4:]])}")
+        section, field = names[name].split(".")
+        changed[names[name]] = (attrgetter(names[name])(config), value)
+        setattr(getattr(made, section), field, value)
+    validate(made)
+    if 0 in (config.buffer.max_age, made.buffer.max_age) and "buffer.max_age" in changed:
+        raise ConfigError("buffer.max_age: cannot change to or from 0 in a running session: a synchronous run orders its work differently")
+    return made, changed

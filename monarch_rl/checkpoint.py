@@ -1,0 +1,89 @@
+"""`checkpoints/step_N/`: what a run needs to go on, complete or absent.
+
+The trainer ranks write their shards with torch's distributed checkpoint, which reads them back on any number of ranks; the
+controller adds `progress.json` and gives the folder its name last.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from monarch_rl.config import UserError
+from monarch_rl.ledger import Progress
+
+if TYPE_CHECKING:
+    from monarch_rl.learner import Learner
+
+PROGRESS = "progress.json"
+PREFIX = "step_"
+
+
+def folder_of(output_dir: Path, step: int) -> Path:
+    return output_dir / "checkpoints" / f"{PREFIX}{step}"
+
+
+def unfinished(folder: Path) -> Path:
+    """Where a checkpoint is written before it is complete."""
+    return folder.with_name(f".{folder.name}")
+
+
+def complete(folder: Path, progress: Progress, keep: int) -> None:
+    """All ranks have written: say where the run stands, give the folder its name, remove all but the newest `keep`."""
+    written = unfinished(folder)
+    (written / PROGRESS).write_text(json.dumps(progress._asdict()) + "\n")
+    shutil.rmtree(folder, ignore_errors=True)
+    written.rename(folder)
+    for old in found(folder.parent)[:-keep]:
+        shutil.rmtree(old)
+
+
+def found(checkpoints: Path) -> list[Path]:
+    """The complete checkpoints in a folder, the newest last."""
+    named = [path for path in checkpoints.glob(f"{PREFIX}*") if (path / PROGRESS).is_file()]
+    return sorted(named, key=lambda path: read_progress(path).step)
+
+
+def read_progress(folder: Path) -> Progress:
+    """Raises UserError: that is no checkpoint."""
+    try:
+        return Progress(**json.loads((folder / PROGRESS).read_text()))
+    except (OSError, TypeError, ValueError) as error:
+        raise UserError(f"resume={folder}: no checkpoint, its {PROGRESS} cannot be read: {error}") from None
+
+
+def to_resume(resume: str, output_dir: Path) -> Path | None:
+    """The checkpoint that `resume` means: `none`, `latest` (of `output_dir`; None where there is none yet), or a path."""
+    if resume == "none":
+        return None
+    if resume == "latest":
+        return next(reversed(found(output_dir / "checkpoints")), None)
+    folder = Path(resume)
+    read_progress(folder)
+    return folder
+
+
+def save(learner: Learner, folder: Path) -> None:
+    """Collective; each rank writes its shards."""
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    save(_state(learner), checkpoint_id=folder)
+
+
+def load(learner: Learner, folder: Path) -> None:
+    """Collective. Model and optimizer go on as they were; weights of another model are refused by torch, with their names."""
+    from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    state = _state(learner)
+    load(state, checkpoint_id=folder)
+    set_state_dict(learner.model, learner.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def _state(learner: Learner) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    model, optimizer = get_state_dict(learner.model, learner.optimizer)
+    return {"model": model, "optimizer": optimizer}

@@ -1,0 +1,129 @@
+"""The process meshes of a session: started, watched, and ended again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable
+from typing import TYPE_CHECKING, Any
+
+from monarch_rl.cluster.hosts import Hosts
+from monarch_rl.cluster.placement import Processes, place, place_generator
+from monarch_rl.config import Config
+from monarch_rl.supervise import PROCESS_DIED, NamedTimeout, obituary
+
+if TYPE_CHECKING:
+    from monarch.actor import MeshFailure, ProcMesh
+
+    from actors.process import Process
+
+START_DEADLINE_S = 900.0
+"""A large model may take minutes to load."""
+LEAVE_S = 0.1
+"""From when a process says that it ends until it does, for the word to get out."""
+DEATH_NOTICE_S = 1.5
+"""Monarch looks after its processes twice a second; so long may it take to hear of a death after its consequences."""
+
+
+class ActorDied(Exception):
+    """A process of the system ended by itself."""
+
+
+class Meshes:
+    """Process meshes by name. `fault` fails when a process dies that nobody has ended."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._meshes: dict[str, tuple[ProcMesh, Process]] = {}
+        self._placed: dict[str, Processes] = {}
+        self.hosts = Hosts(config)
+        self._ended: set[str] = set()
+        self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.fault.add_done_callback(lambda fault: fault.cancelled() or fault.exception())  # may come when nobody waits for it
+
+    def __getitem__(self, name: str) -> ProcMesh:
+        return self._meshes[name][0]
+
+    def watch(self) -> None:
+        """Hear of deaths from now on. Monarch has one hook for it in a process, so this is for one session at a time."""
+        import monarch.actor
+
+        loop = asyncio.get_running_loop()
+
+        def hook(failure: MeshFailure) -> None:
+            # A process is mourned once, by its Process actor; and Monarch has actors of its own, which have no obituary.
+            report = failure.report()
+            if (died := obituary(report)) and ("_process{" in report or not PROCESS_DIED.search(report)):
+                loop.call_soon_threadsafe(self._died, report, died)
+
+        monarch.actor.unhandled_fault_hook = hook
+
+    async def open(self) -> None:
+        """Start all processes but generators, on hosts whose loss is a death. Raises UserError as `Hosts.open` does."""
+        loop = asyncio.get_running_loop()
+        await self.hosts.open(lambda lost: loop.call_soon_threadsafe(self._lost, lost))
+        for processes in place(self._config, self.hosts.facts, replicas=0):
+            self._spawn(processes)
+
+    def spawn_generator(self, number: int) -> None:
+        """One more, where there are the fewest."""
+        self._spawn(place_generator(number, self._config, self.hosts.facts, self._placed.values()))
+
+    def _spawn(self, processes: Processes) -> None:
+        from actors.process import Process
+
+        mesh = self.hosts.spawn(processes)
+        self._placed[processes.name] = processes
+        self._meshes[processes.name] = mesh, mesh.spawn(f"{processes.name}_process", Process)
+
+    async def alive(self, who: str, waited: Awaitable[Any]) -> Any:
+        """Await something that may take long, unless a process dies meanwhile."""
+        task = asyncio.ensure_future(waited)
+        try:
+            done, _ = await asyncio.wait({task, self.fault}, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                raise NamedTimeout(who, START_DEADLINE_S)
+            return task.result() if task in done else self.fault.result()
+        finally:
+            task.cancel()
+
+    async def death(self) -> BaseException | None:
+        """Why a process died, if one has; waits for the news of what has just happened."""
+        await asyncio.wait({self.fault}, timeout=DEATH_NOTICE_S)
+        return self.fault.exception() if self.fault.done() and not self.fault.cancelled() else None
+
+    async def end(self, *names: str) -> None:
+        """End processes; they are gone when this returns, and nobody is told that they died."""
+        known = [name for name in names if name in self._meshes]
+        self._ended.update(known)
+        replies = [self._meshes[name][1].end.call(LEAVE_S).as_asyncio() for name in known]
+        await asyncio.gather(*replies, return_exceptions=True)
+        await asyncio.sleep(2 * LEAVE_S)
+
+    async def stop(self, *names: str) -> None:
+        """Have Monarch take note that processes are gone. It waits longer for those that were still starting."""
+        stopped = [self._meshes.pop(name)[0].stop() for name in names if name in self._meshes]
+        for name in names:
+            self._placed.pop(name, None)
+        await asyncio.gather(*stopped, return_exceptions=True)
+
+    async def close(self, deadline_s: float, notice_s: float) -> None:
+        """End all processes within `deadline_s`, let Monarch take note for `notice_s`, then let the hosts go."""
+        self.fault.cancel()  # whatever dies from here on is meant to
+        names = tuple(self._meshes)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self.end(*names)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(notice_s):
+                await self.stop(*names)
+        await self.hosts.close()
+
+    def _lost(self, what: str) -> None:
+        if not self.fault.done():
+            self.fault.set_exception(ActorDied(what))
+
+    def _died(self, report: str, died: str) -> None:
+        meant = any(f"{name}_process{{" in report or f"{name}{{" in report for name in self._ended)
+        if not meant:
+            self._lost(died)

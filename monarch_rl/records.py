@@ -1,0 +1,121 @@
+"""What a session writes and shows while it runs: metrics, timeline, console, report."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from monarch_rl.config import Config
+from monarch_rl.ledger import Holdings
+from monarch_rl.observe import console
+from monarch_rl.observe.live import make_console
+from monarch_rl.observe.metrics import GeneratorFigures, GeneratorReport, MetricsFile
+from monarch_rl.observe.report import write_report
+from monarch_rl.observe.timeline import Span, Trace
+from monarch_rl.supervise import answer
+from monarch_rl.types import Version
+
+if TYPE_CHECKING:
+    from actors.metrics import Metrics
+    from actors.replay_buffer import ReplayBuffer
+
+DEADLINE_S = 60.0
+LOOK_S = 1.0
+"""Between two looks into the replay buffer, for display."""
+
+
+class Records:
+    """Rows are put in a queue and written beside the training, which waits for none of it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._output_dir = Path(config.output_dir)
+        self._started = time.monotonic()
+        self._queue: asyncio.Queue[tuple[int, Mapping[str, float]]] = asyncio.Queue()
+        self._figures = GeneratorFigures()
+        self._trace = Trace()
+        self._evaluated: dict[str, Any] = {}
+        self._file: MetricsFile | None = None
+        self._looked = 0.0
+        self.console = make_console(config)
+        self.step = 0
+        """Optimizer steps done."""
+        self.rows: list[dict[str, Any]] = []
+        """Written by this session."""
+        self.reports: list[GeneratorReport] = []
+        """The latest of each generator."""
+        self.holdings: Holdings | None = None
+        """What the replay buffer held at the last look."""
+
+    def begin(self, after: int, metrics: Metrics, buffer: ReplayBuffer) -> None:
+        """Go on after step `after`; of an earlier run in the same folder the rows up to there are kept."""
+        self._file = MetricsFile(self._output_dir / "metrics.jsonl", after)
+        self._metrics, self._buffer, self.step = metrics, buffer, after
+
+    def put(self, step: int, stats: Mapping[str, float]) -> None:
+        self._queue.put_nowait((step, stats))
+
+    def put_evaluation(self, figures: Mapping[str, Any]) -> None:
+        """Goes into the next row."""
+        self._evaluated = dict(figures)
+
+    async def written(self) -> None:
+        """Every row that was put is in the file."""
+        await self._queue.join()
+
+    async def write(self) -> None:
+        """Write rows as they come, for ever."""
+        while True:
+            step, stats = await self._queue.get()
+            await self._write(step, stats)
+            self._queue.task_done()
+
+    async def listen(self) -> None:
+        """Hand on what the generators report as it comes, also within a long step; for ever."""
+        while True:
+            await self._metrics.news.call_one()
+            await self.collect()
+            if time.monotonic() - self._looked > LOOK_S:
+                await self.look()
+
+    async def look(self) -> None:
+        """See what the replay buffer holds."""
+        self._looked = time.monotonic()
+        self.holdings = await answer(self._buffer.holdings.call_one(), "replay buffer (holdings)", DEADLINE_S)
+
+    async def collect(self) -> None:
+        """The latest report of each generator; their spans go where spans go."""
+        self.reports, spans = await answer(self._metrics.collect.call_one(), "metrics", DEADLINE_S)
+        for lane, recorded in spans.items():
+            self.spans(lane, recorded)
+        self.console.reports(self.step, self.reports)
+
+    def spans(self, lane: str, spans: list[Span]) -> None:
+        self._trace.add(lane, spans)
+        self.console.spans(lane, spans)
+
+    def close(self) -> None:
+        self.console.close()
+        if self._file is not None:
+            self._file.close()
+        self._trace.write(self._output_dir / "timeline.json")
+        write_report(self._output_dir)
+
+    async def _write(self, step: int, stats: Mapping[str, float]) -> None:
+        assert self._file is not None
+        await self.collect()
+        row: dict[str, Any] = {"step": step, "version": str(Version(0, step)), "wall_s": round(time.monotonic() - self._started, 3)}
+        row |= {**stats, **self._figures.row(step, self.reports)}
+        if step:
+            figures: dict[str, float] = await answer(self._buffer.stats.call_one(step), "replay buffer (stats)", DEADLINE_S)
+            row |= figures
+        evaluated, self._evaluated = self._evaluated, {}
+        self.rows.append(row | evaluated)
+        self._file.write(self.rows[-1])
+        self.console.row(self.rows[-1])
+        every = self._config.console.rollouts_every
+        if every and step and step % every == 0:
+            self.console.rollouts(await self._buffer.samples.call_one(console.SAMPLES))

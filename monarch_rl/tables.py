@@ -1,0 +1,177 @@
+"""What a session shows of itself, as text and as HTML."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from monarch_rl.config import Config
+from monarch_rl.ledger import Holdings
+from monarch_rl.observe.metrics import GeneratorReport
+from monarch_rl.types import Episode, Generation, Group, Message, Version
+
+if TYPE_CHECKING:
+    from monarch_rl.rendering import Renderer
+
+SHOWN = 12
+"""Prompts of a kind that are listed."""
+PALETTE = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
+"""Colours of versions, one after the other; told apart by colour-blind readers too."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under a title. A notebook shows it as HTML, everything else as text."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+    note: str = ""
+
+    def __repr__(self) -> str:
+        drawn = RichTable(*self.columns, title=self.title, title_justify="left", caption=self.note or None, box=box.SIMPLE)
+        for row in self.rows:
+            drawn.add_row(*[_text(cell) for cell in row])
+        console = Console(file=io.StringIO(), width=140, color_system=None, markup=False, emoji=False, highlight=False)
+        console.print(drawn)
+        return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th style='text-align:left'>{escape(column)}</th>" for column in self.columns)
+        body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in self.rows)
+        note = f"<caption style='caption-side:bottom;text-align:left'>{escape(self.note)}</caption>" if self.note else ""
+        return f"<b>{escape(self.title)}</b><table>{note}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+@dataclass(frozen=True)
+class Coloured:
+    """Pieces of a text with the version that sampled each; None: nobody did."""
+
+    pieces: Sequence[tuple[str, Version | None]]
+
+    def __str__(self) -> str:
+        return "".join(text for text, _ in self.pieces)
+
+    def html(self) -> str:
+        seen: dict[Version, str] = {}
+        for _, version in self.pieces:
+            if version is not None:
+                seen.setdefault(version, PALETTE[len(seen) % len(PALETTE)])
+        spans = [
+            f"<span style='border-bottom:3px solid {seen[v]}' title='version {v}'>{_html(text)}</span>" if v is not None else _html(text)
+            for text, v in self.pieces
+        ]
+        return f"<span style='font-family:monospace;white-space:pre-wrap'>{''.join(spans)}</span>"
+
+
+@dataclass(frozen=True, repr=False)
+class Samples(Table):
+    """Completions. `texts` are the completions alone."""
+
+    texts: Sequence[str] = ()
+
+
+def of_session(config: Config, state: str, version: Version, rows: Sequence[Mapping[str, Any]]) -> Table:
+    last = rows[-1] if rows else {}
+    evaluated: Mapping[str, Any] = next((row for row in reversed(rows) if "eval/accuracy" in row), {})
+    listed: list[tuple[object, object]] = [
+        ("state", state),
+        ("step", f"{version.step} of {config.steps}"),
+        ("task", config.task),
+        ("model", f"{config.model.path}, {config.model.dtype}"),
+        ("output", config.output_dir),
+    ]
+    listed += [("reward", last["reward/mean"])] if "reward/mean" in last else []
+    listed += [("held-out accuracy", f"{evaluated['eval/accuracy']:.3f} @{evaluated['eval/version']}")] if evaluated else []
+    return Table("Session", ("", ""), listed)
+
+
+def of_rows(rows: Sequence[Mapping[str, Any]]) -> Table:
+    keys: tuple[str, ...] = ("step", "reward/mean", "loss/policy", "grad_norm", "lr", "age/mean", "age/max", "time/step_s")
+    keys += ("time/wait_batch_s", *(["eval/accuracy"] if any("eval/accuracy" in row for row in rows) else []))
+    return Table("Trainer", keys, [tuple(row.get(key, "") for key in keys) for row in rows])
+
+
+def of_buffer(holdings: Holdings | None) -> Table:
+    if holdings is None:
+        return Table("ReplayBuffer", ("state", "prompts", "held by", "ordinals"), [], "nothing was started yet")
+    rows: list[tuple[object, ...]] = []
+    for state in ("pending", "leased", "scored", "taken"):
+        held = [h for h in holdings.prompts if h.state == state]
+        owners = sorted({h.owner for h in held if h.owner and state == "leased"})
+        listed = " ".join(str(h.ordinal) for h in held[:SHOWN]) + (" …" if len(held) > SHOWN else "")
+        rows.append((state, len(held), ", ".join(owners), listed))
+    dropped = ", ".join(f"{count} {reason}" for reason, count in holdings.dropped.items())
+    rows += [("trained", holdings.counts.trained, "", ""), ("dropped", holdings.counts.dropped, dropped, "")]
+    note = f"max_age {holdings.max_age}: at most {holdings.budget} groups may be started ahead of the generators' step"
+    return Table("ReplayBuffer", ("state", "prompts", "held by", "ordinals"), rows, note)
+
+
+def of_generators(reports: Iterable[GeneratorReport], version: Version) -> Table:
+    columns = ("generator", "holds step", "behind the trainer", "tokens", "idle s", "pulls")
+    return Table("Generators", columns, [(r.replica, r.step, max(0, version.step - r.step), r.tokens, r.idle_s, r.pulled) for r in reports])
+
+
+def of_weights(reports: Iterable[GeneratorReport], version: Version) -> Table:
+    columns = ("generator", "holds step", "pull s", "pause ms", "MB", "tokens during pulls", "rejected pulls")
+    rows = [(r.replica, r.step, r.pull_s, 1e3 * r.pause_s, r.bytes_per_pull / 1e6, r.tokens_during_pulls, r.rejected) for r in reports]
+    return Table("Weights", columns, rows, f"the trainer has version {version}")
+
+
+def of_generations(prompt: str | list[Message], generations: Sequence[Generation], renderer: Renderer) -> Samples:
+    rows, texts = [], []
+    for generation in generations:
+        ids, versions = generation.ids_T.tolist(), [Version.unpack(int(v)) for v in generation.versions_T]
+        texts.append(renderer.decode(ids))
+        pieces = [(renderer.decode([token]), version) for token, version in zip(ids, versions, strict=True)]
+        span = f"{versions[0]}" + (f"-{versions[-1]}" if versions and versions[-1] != versions[0] else "")
+        rows.append((Coloured(pieces), len(ids), generation.finish_reason, span, float(generation.logprobs_T.sum())))
+    title = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+    return Samples(title, ("completion", "tokens", "ended by", "version", "logprob"), rows, texts=texts)
+
+
+def of_groups(groups: Sequence[Group], version: Version) -> Samples:
+    rows = [row for group in groups for row in _episodes(group, version)]
+    return Samples(
+        "Rollouts",
+        ("prompt", "completion", "reward", "tokens", "sampled by", "steps ago"),
+        rows,
+        texts=[e.text for group in groups for e in group.episodes],
+    )
+
+
+def _episodes(group: Group, version: Version) -> Iterable[tuple[object, ...]]:
+    content = group.prompt.content
+    question = content if isinstance(content, str) else content[-1]["content"]
+    for at, episode in enumerate(group.episodes):
+        reward = episode.error if episode.reward is None else episode.reward
+        yield question if at == 0 else "", episode.text, reward, episode.sampled_tokens, _span(episode), _behind(episode, version)
+
+
+def _span(episode: Episode) -> str:
+    span = episode.versions()
+    return "" if span is None else str(span[0]) if span[0] == span[1] else f"{span[0]}-{span[1]}"
+
+
+def _behind(episode: Episode, version: Version) -> object:
+    span = episode.versions()
+    return "" if span is None else max(0, version.step - span[0].step)
+
+
+def _text(cell: object) -> str:
+    return f"{cell:.4g}" if isinstance(cell, float) else str(cell)
+
+
+def _html(text: str) -> str:
+    return escape(text).replace("\n", "<br>")
+
+
+def _cell(cell: object) -> str:
+    return f"<td style='text-align:left'>{cell.html() if isinstance(cell, Coloured) else _html(_text(cell))}</td>"

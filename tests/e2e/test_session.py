@@ -1,0 +1,138 @@
+"""A session driven by hand, as in a notebook: step, pause, scale, set, ask, checkpoint, while it trains."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monarch_rl.config import Config, ConfigError, UserError
+from monarch_rl.configure import load
+from monarch_rl.job import make_output_dir
+from monarch_rl.session import Session
+from monarch_rl.types import Version
+
+DEADLINE_S = 180.0
+SMALL = [
+    *("recipe=grpo_qwen", "profile=cpu", "buffer.prompts_per_step=8", "trainer.warmup_steps=1", "eval.prompts=32", "eval.every=0"),
+    *("console.rollouts_every=0", "steps=150"),
+]
+
+OTHER = [{"name": "reasoning_gym:chain_sum", "args": {"chat": False}}]
+
+
+def config(folder: Path, *keys: str) -> Config:
+    made = load([*SMALL, f"output_dir={folder}", *keys]).config
+    make_output_dir(made)
+    return made
+
+
+def rows(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / file).read_text().splitlines()]
+
+
+async def until(reached: Callable[[], bool], training: asyncio.Task[None]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not reached():
+            assert not training.done(), training.exception()
+            await asyncio.sleep(0.05)
+
+
+def check_every_prompt_was_trained_once(folder: Path, steps: int) -> None:
+    trained = [(row["step"], row["ordinal"]) for row in rows(folder, "rollouts.jsonl")]
+    ordinals = [ordinal for _, ordinal in trained]
+    assert [step for step, _ in trained] == sorted(step for step, _ in trained)
+    assert ordinals == sorted(set(ordinals))
+    assert len(ordinals) == steps * 8
+    assert max(ordinals) < steps * 8 + rows(folder)[-1]["buffer/dropped"]
+
+
+async def test_everything_works_while_it_trains(tmp_path: Path) -> None:
+    async with Session(config(tmp_path)) as session:
+        before = await session.generate("1+2=", n=2)
+        assert all(row[3] == "0.0" for row in before.rows)
+        assert len(before.texts) == 2
+
+        shown = await session.step(2)
+        assert [row[0] for row in shown.rows] == [1, 2]
+        assert "2 of 150" in repr(session)
+
+        with pytest.raises(ConfigError, match=r"steps cannot change in a running session; these can: lr, temperature"):
+            await session.set(steps=3)
+        with pytest.raises(ConfigError, match=r"trainer\.lr: must be a finite number above 0"):
+            await session.set(temperature=0.5, lr=-1.0)
+        with pytest.raises(ConfigError, match=r"buffer\.max_age: cannot change to or from 0"):
+            await session.set(max_age=0)
+        assert session.config.generator.temperature == 1.0
+        await session.set(lr=1e-4, temperature=0.8, max_age=3)
+
+        training = asyncio.create_task(session.train())
+        await until(lambda: session.version.step >= 3, training)
+        with pytest.raises(UserError, match="training already"):
+            await session.step()
+        step = session.version.step
+        generators = await session.scale(generators=3)
+        assert session.version.step > step  # nobody waited for the engines to start
+        assert [row[0] for row in generators.rows] == [0, 1, 2]
+        (completion,) = (await session.generate("3+4=", replica=2)).rows
+        assert Version(*map(int, str(completion[3]).partition("-")[0].split("."))) >= Version(0, step)
+        await until(lambda: all(report.tokens > 100 for report in session._records.reports), training)
+
+        step = session.version.step
+        assert [row[0] for row in (await session.scale(generators=1)).rows] == [0]
+        with pytest.raises(UserError, match="replica=2: there are 0"):
+            await session.generate("3+4=", replica=2)
+
+        await session.pause()
+        step = session.version.step
+        with pytest.raises(UserError, match="no chat template"):
+            await session.evaluate("reasoning_gym:chain_sum", 4)
+        evaluated, other = await asyncio.gather(session.evaluate(prompts=16), session.evaluate(OTHER, 4))
+        assert (evaluated.prompts, other.prompts + other.unscorable) == (16, 4)
+        assert (await session.generate("5+6=")).texts
+        assert session.version.step == step
+        assert not training.done()
+        folder = await session.checkpoint()
+        assert json.loads((folder / "progress.json").read_text())["step"] == step
+        session.resume()
+
+        await until(lambda: session.version.step > step + 1, training)
+        training.cancel()  # as an interrupted cell does
+        with pytest.raises(asyncio.CancelledError):
+            await training
+        last = session.version.step + 2
+        await session.train(last)
+        samples = await session.rollouts(4)
+        for shown in (session.buffer, session.generators, session.trainer, session.weights, samples):
+            assert shown.rows
+            assert "<table>" in shown._repr_html_()
+            assert repr(shown)
+        temperatures = {e.temperature for group in await session._buffer.samples.call_one(4) for e in group.episodes}
+        assert temperatures == {0.8}
+    await session.close()
+    assert [row["step"] for row in rows(tmp_path)] == list(range(last + 1))
+    assert {row["lr"] for row in rows(tmp_path)[3:]} == {1e-4}
+    assert max(row["age/max"] for row in rows(tmp_path)[1:]) <= 3
+    check_every_prompt_was_trained_once(tmp_path, steps=last)
+
+
+async def test_sessions_one_after_another(tmp_path: Path) -> None:
+    """In one process, as in a notebook; the second goes on from a checkpoint of the first, on more ranks."""
+    async with Session(config(tmp_path / "run", "steps=4")) as first:
+        await first.step(2)
+        folder = await first.checkpoint()
+        await first.step(1)  # beyond the checkpoint: the next run does it again
+    again = config(tmp_path / "run", "steps=4", "resume=latest", "trainer.ranks=2")
+    async with Session(again) as second:
+        assert second.version == Version(0, 2)
+        await second.train()
+    assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3, 4]
+    check_every_prompt_was_trained_once(tmp_path / "run", steps=4)
+    with pytest.raises(UserError, match=r"resume=.*nothing: no checkpoint"):
+        async with Session(config(tmp_path / "other", f"resume={tmp_path}/nothing")):
+            pass
+    assert folder.is_dir()
