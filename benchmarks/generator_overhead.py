@@ -26,6 +26,7 @@ import numpy as np
 from benchmarks.common import JOB, Row, arguments, median, report, spread, table
 from benchmarks.engines import Caller, ReadyGenerator, Timing, Work, serve_bare
 from monarch_rl.cluster import local
+from monarch_rl.cluster.placement import Processes
 from monarch_rl.config import Config
 from monarch_rl.configure import load
 from monarch_rl.rendering import Renderer
@@ -91,7 +92,7 @@ async def actor(config: Config) -> AsyncIterator[Callable[[Work], Any]]:
     model = Renderer.of(config.model).directory
     names = {"generator": "tp", "rollout": "worker", "metrics": "proc"}
     host, environment = local.host(), local.environment(config)
-    meshes = {name: local.spawn(host, local.Processes(name, dim, 1), environment) for name, dim in names.items()}
+    meshes = {name: local.spawn(host, Processes(name, dim, 1), environment) for name, dim in names.items()}
     metrics: Any = meshes["metrics"].spawn("metrics", Metrics)
     generator: Any = meshes["generator"].spawn("generator", ReadyGenerator, config, 0, metrics)
     caller: Any = meshes["rollout"].spawn("caller", Caller, generator)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -14,6 +15,9 @@ from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+from monarch_rl import cluster_config
+from monarch_rl.cluster_config import ClusterConfig
 
 LossName = Literal["reinforce", "grpo", "dapo"]
 AdvantageName = Literal["mean", "grpo", "rloo"]
@@ -145,12 +149,6 @@ class ConsoleConfig:
 
 
 @dataclass
-class ClusterConfig:
-    cpu_threads: int = 1
-    """threads of each process that computes on the CPU; cores are shared by trainer ranks and generators"""
-
-
-@dataclass
 class Config:
     recipe: str = ""
     """name of a recipe, or path of a YAML file"""
@@ -222,6 +220,8 @@ class Key:
             return "mapping"
         if get_origin(self.hint) is tuple:
             return f"{len(get_args(self.hint))} numbers"
+        if get_origin(self.hint) is list:
+            return "texts"
         if self.hint is Any:
             return "str, list"
         return str(self.hint.__name__)
@@ -239,7 +239,7 @@ class Key:
 
 @cache
 def schema() -> dict[str, Key]:
-    """All keys by dotted name, in the order of this file."""
+    """All keys by dotted name, in the order of `Config`."""
     return {key.name: key for key in _keys(Config, "", _field_help())}
 
 
@@ -256,9 +256,9 @@ def _keys(cls: Any, prefix: str, texts: dict[tuple[str, str], str]) -> Iterator[
 
 def _field_help() -> dict[tuple[str, str], str]:
     """(class, field) → the string under the field; Python keeps none of these, so they are read from the source."""
-    tree = ast.parse(Path(__file__).read_text(encoding="utf-8"))
+    nodes = [node for file in (__file__, cluster_config.__file__) for node in ast.parse(Path(file).read_text(encoding="utf-8")).body]
     texts = {}
-    for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+    for cls in (node for node in nodes if isinstance(node, ast.ClassDef)):
         for statement, below in pairwise(cls.body):
             match statement, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
@@ -275,6 +275,7 @@ LEAST = {
     "eval.every": 0,
     "eval.prompts": 0,
     "console.rollouts_every": 0,
+    "cluster.gpus_per_node": 0,
 }
 """Smallest allowed value of the whole numbers that are not simply at least 1."""
 
@@ -304,6 +305,7 @@ def validate(config: Config) -> None:
         raise ConfigError(f"generator.engine.{name}: not passed on to vLLM; " + (f"set {instead}" if instead else "leave it out"))
     _check_ages(config)
     _check_task(config)
+    _check_hosts(config.cluster)
     trainer = config.trainer
     if config.generator.group_size < 2:
         raise ConfigError(f"generator.group_size: must be at least 2, for trainer.advantage={trainer.advantage} compares within a group")
@@ -362,6 +364,13 @@ def _check_task(config: Config) -> None:
             raise ConfigError(f"task[{at}].weight: must be a finite number above 0, got {weight!r}")
         if not isinstance(part.get("args", {}), dict):
             raise ConfigError(f"task[{at}].args: must be a mapping, got {part['args']!r}")
+
+
+def _check_hosts(cluster: ClusterConfig) -> None:
+    if cluster.kind == "attach" and not cluster.hosts:
+        raise ConfigError("cluster.hosts: cluster.kind=attach needs at least one address, e.g. [tcp://10.0.0.1:7000]")
+    if twice := [address for address, count in Counter(cluster.hosts).items() if count > 1]:
+        raise ConfigError(f"cluster.hosts: names {twice[0]} twice")
 
 
 def _check_ages(config: Config) -> None:

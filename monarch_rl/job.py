@@ -10,7 +10,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.cluster import local
+from monarch_rl.cluster.hosts import look
+from monarch_rl.cluster.placement import place
 from monarch_rl.config import Config, UserError, label
 from monarch_rl.configure import write
 from monarch_rl.observe import console
@@ -144,7 +145,7 @@ def dry_run(config: Config) -> list[str]:
         f"task: {label(config.task)}, {task.size or 'endless'} prompts; the first has {len(ids)} tokens",
         f"reward of an empty completion: {score.reward if score.error is None else score.error}",
         f"admission: {budget} groups ahead at most, {budget / config.buffer.prompts_per_step:g} steps",
-        *[f"placement: {processes}" for processes in local.place(config)],
+        *[f"placement: {processes}" for processes in place(config, asyncio.run(look(config)))],
     ]
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
-from monarch_rl.cluster import local
-from monarch_rl.cluster.local import Processes
+from monarch_rl.cluster.hosts import Hosts
+from monarch_rl.cluster.placement import Processes, place, place_generator
 from monarch_rl.config import Config
 from monarch_rl.supervise import PROCESS_DIED, NamedTimeout, obituary
 
@@ -35,6 +35,8 @@ class Meshes:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._meshes: dict[str, tuple[ProcMesh, Process]] = {}
+        self._placed: dict[str, Processes] = {}
+        self.hosts = Hosts(config)
         self._ended: set[str] = set()
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.fault.add_done_callback(lambda fault: fault.cancelled() or fault.exception())  # may come when nobody waits for it
@@ -56,14 +58,23 @@ class Meshes:
 
         monarch.actor.unhandled_fault_hook = hook
 
-    def spawn(self, placed: Iterable[Processes]) -> None:
-        """Start processes; the names of their meshes must be new."""
-        host, environment = local.host(), local.environment(self._config)
+    async def open(self) -> None:
+        """Start all processes but generators, on hosts whose loss is a death. Raises UserError as `Hosts.open` does."""
+        loop = asyncio.get_running_loop()
+        await self.hosts.open(lambda lost: loop.call_soon_threadsafe(self._lost, lost))
+        for processes in place(self._config, self.hosts.facts, replicas=0):
+            self._spawn(processes)
+
+    def spawn_generator(self, number: int) -> None:
+        """One more, where there are the fewest."""
+        self._spawn(place_generator(number, self._config, self.hosts.facts, self._placed.values()))
+
+    def _spawn(self, processes: Processes) -> None:
         from actors.process import Process
 
-        for processes in placed:
-            mesh = local.spawn(host, processes, environment)
-            self._meshes[processes.name] = mesh, mesh.spawn(f"{processes.name}_process", Process)
+        mesh = self.hosts.spawn(processes)
+        self._placed[processes.name] = processes
+        self._meshes[processes.name] = mesh, mesh.spawn(f"{processes.name}_process", Process)
 
     async def alive(self, who: str, waited: Awaitable[Any]) -> Any:
         """Await something that may take long, unless a process dies meanwhile."""
@@ -92,10 +103,12 @@ class Meshes:
     async def stop(self, *names: str) -> None:
         """Have Monarch take note that processes are gone. It waits longer for those that were still starting."""
         stopped = [self._meshes.pop(name)[0].stop() for name in names if name in self._meshes]
+        for name in names:
+            self._placed.pop(name, None)
         await asyncio.gather(*stopped, return_exceptions=True)
 
     async def close(self, deadline_s: float, notice_s: float) -> None:
-        """End all processes within `deadline_s`, then let Monarch take note for `notice_s`."""
+        """End all processes within `deadline_s`, let Monarch take note for `notice_s`, then let the hosts go."""
         self.fault.cancel()  # whatever dies from here on is meant to
         names = tuple(self._meshes)
         with contextlib.suppress(TimeoutError):
@@ -104,8 +117,13 @@ class Meshes:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(notice_s):
                 await self.stop(*names)
+        await self.hosts.close()
+
+    def _lost(self, what: str) -> None:
+        if not self.fault.done():
+            self.fault.set_exception(ActorDied(what))
 
     def _died(self, report: str, died: str) -> None:
         meant = any(f"{name}_process{{" in report or f"{name}{{" in report for name in self._ended)
-        if not meant and not self.fault.done():
-            self.fault.set_exception(ActorDied(died))
+        if not meant:
+            self._lost(died)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from monarch_rl.cluster import local
 from monarch_rl.config import Config, UserError
 from monarch_rl.meshes import START_DEADLINE_S, Meshes
 from monarch_rl.supervise import answer, cause
@@ -40,10 +39,10 @@ class Replicas:
         """Start processes and engines; returns their numbers at once."""
         numbers = list(range(self._next, self._next + count))
         self._next += count
-        self._meshes.spawn([p for p in local.place(self._config, self._next) if p.name in {_name(n) for n in numbers}])
         from actors.generator import Generator
 
         for number in numbers:
+            self._meshes.spawn_generator(number)
             generator: Any = self._meshes[_name(number)].spawn(_name(number), Generator, self._config, number, self._metrics)
             self.live[number] = generator
             self._starts[number] = asyncio.ensure_future(generator.start.call_one().as_asyncio())

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from monarch_rl.config import UserError
+from monarch_rl.config import Config, UserError
 from monarch_rl.configure import Resolved, help_table, load, provenance_table, recipe_names
 
 USAGE = """\
 usage:   python -m monarch_rl.run recipe=NAME [key=value ...] [option ...]
+         python -m monarch_rl.run worker --address tcp://HOST:PORT
 example: python -m monarch_rl.run recipe=grpo_qwen steps=20 trainer.lr=1e-4
 options: --print, --dry-run, --help"""
 
@@ -27,6 +28,7 @@ HELP = """
   --print       show every value and where it came from, then exit
   --dry-run     check paths, tokenizer, reward and placement, then exit
   --help        this text
+  worker        lend this host to a run with cluster.kind=attach (worker --help)
 
 Where a key is set more than once, the last of these counts: default, recipe,
 its profile, command line."""
@@ -37,6 +39,8 @@ FLAGS = {"-h", "--help", "--print", "--dry-run"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, else the run's."""
     arguments = sys.argv[1:] if argv is None else list(argv)
+    if arguments[:1] == ["worker"]:
+        return _worker(arguments[1:])
     if not arguments:
         print(USAGE, file=sys.stderr)
         return 2
@@ -46,7 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _show(USAGE, HELP.format(recipes=", ".join(recipe_names())), help_table(width))
         return 0
     try:
-        return _start(load([argument for argument in arguments if argument not in FLAGS]), flags)
+        settings = [argument for argument in arguments if argument not in FLAGS]
+        return _start(load(settings), flags, settings)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -54,7 +59,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _start(resolved: Resolved, flags: set[str]) -> int:
+def _worker(arguments: Sequence[str]) -> int:
+    from monarch_rl.cluster.worker import main as lend
+
+    try:
+        return lend(arguments)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _start(resolved: Resolved, flags: set[str], settings: Sequence[str]) -> int:
     _show(f"profile {resolved.profile} ({resolved.profile_reason})")
     if "--print" in flags:
         _show(provenance_table(resolved))
@@ -66,9 +81,27 @@ def _start(resolved: Resolved, flags: set[str]) -> int:
     if flags:
         return 0
     check_actors()
+    if resolved.config.cluster.kind == "slurm":
+        return _start_on_slurm(resolved.config, settings)
     from monarch_rl.job import run
 
     return run(resolved.config)
+
+
+def _start_on_slurm(config: Config, settings: Sequence[str]) -> int:
+    """Inside an allocation use it; elsewhere submit a job that runs the same command."""
+    from monarch_rl.cluster import slurm
+
+    if not slurm.inside_allocation():
+        from monarch_rl.submit import submit
+
+        return submit(config, settings)
+    from monarch_rl.job import run
+
+    code = run(config)
+    if code == slurm.REQUEUE:
+        slurm.requeue()
+    return code
 
 
 def _show(*texts: str) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from monarch_rl import checkpoint
-from monarch_rl.cluster import local
 from monarch_rl.config import Config
 from monarch_rl.evaluation import Evaluated, evaluate
 from monarch_rl.ledger import Progress
@@ -142,7 +141,7 @@ class Running:
         found = checkpoint.to_resume(self.config.resume, self.output_dir)
         progress = Progress(0, 0, {}) if found is None else checkpoint.read_progress(found)
         self._meshes.watch()
-        self._meshes.spawn(local.place(self.config, 0))
+        await self._meshes.open()
         self._spawn_actors(progress)
         from monarch.spmd import setup_torch_elastic_env_async
 

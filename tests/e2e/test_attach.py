@@ -1,0 +1,163 @@
+"""Workers that were started by hand: a run learns across them, and however it or they end, nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from monarch_rl.cluster.local import ROLE
+from tests.e2e.jobs import ROOT, SMALL, finished, started
+
+LONG = [*SMALL, "steps=2000", "trainer.lr=1e-6", "eval.every=0", "eval.prompts=0"]
+GONE_S = 15.0
+
+
+class Worker:
+    """`python -m monarch_rl.run worker --address tcp://127.0.0.1:0`, started; it says where it listens."""
+
+    def __init__(self, folder: Path, name: str, *, pythonpath: str = "", options: tuple[str, ...] = ()) -> None:
+        self.log = folder / f"{name}.log"
+        command = [sys.executable, "-m", "monarch_rl.run", "worker", "--address", "tcp://127.0.0.1:0", *options]
+        path = os.pathsep.join(filter(None, [pythonpath, str(ROOT)]))
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, cwd="/", env=os.environ | {"PYTHONPATH": path}, stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+        self.address = self._address()
+
+    def _address(self) -> str:
+        deadline = time.monotonic() + 60
+        while "tcp://" not in self.log.read_text():
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.05)
+        return next(word for word in self.log.read_text().split() if word.startswith("tcp://"))
+
+    def below(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def roles(self) -> set[str]:
+        return {process.environ().get(ROLE, "") for process in self.below()} - {""}
+
+
+@contextmanager
+def workers(folder: Path, count: int = 2) -> Iterator[list[Worker]]:
+    running = [Worker(folder, f"worker_{i}") for i in range(count)]
+    try:
+        yield running
+    finally:
+        for worker in running:
+            worker.process.kill()
+            worker.process.wait()
+
+
+def attach(*running: Worker) -> list[str]:
+    return ["cluster.kind=attach", f"cluster.hosts=[{','.join(worker.address for worker in running)}]"]
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(processes, timeout=GONE_S)
+    return not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.timeout(400)
+def test_it_learns_with_trainers_on_one_host_and_generators_on_the_other(tmp_path: Path) -> None:
+    """With a task in a file that is named from the controller's working folder."""
+    (tmp_path / "mine.py").write_text("from monarch_rl.tasks.arithmetic import Arithmetic as Sums\n")
+    with workers(tmp_path) as (first, second):
+        with started(tmp_path, *SMALL, "steps=20", "task=mine.py:Sums", *attach(first, second)) as job:
+            job.until_steps(1)
+            below = first.below() + second.below()
+            assert first.roles() == {"trainer 0", "replay_buffer 0", "scorer 0"}
+            assert second.roles() == {"generator_0 0", "rollout 0"}
+            assert job.wait() == 0, job.err
+        assert [first.process.wait(GONE_S), second.process.wait(GONE_S)] == [0, 0]
+        assert gone(below)
+    rewards = [row["reward/mean"] for row in job.rows[1:]]
+    assert sum(rewards[-5:]) > sum(rewards[:5]) + 0.5
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("number", "code", "worker_code"), [(signal.SIGKILL, -9, 1), (signal.SIGINT, 130, 0)])
+def test_when_the_controller_ends_nothing_is_left_on_the_hosts(number: signal.Signals, code: int, worker_code: int, tmp_path: Path) -> None:
+    with workers(tmp_path) as (first, second), started(tmp_path, *LONG, *attach(first, second)) as job:
+        job.until_steps(1)
+        below = first.below() + second.below()
+        job.signal(number)
+        assert job.wait(GONE_S) == code
+        assert [first.process.wait(GONE_S), second.process.wait(GONE_S)] == [worker_code, worker_code]
+        assert gone(below)
+
+
+@pytest.mark.timeout(400)
+def test_a_worker_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    with workers(tmp_path) as (first, second), started(tmp_path, *LONG, *attach(first, second)) as job:
+        job.until_steps(1)
+        below = first.below() + second.below()
+        second.process.kill()
+        assert job.wait(60) == 1
+        named = f"worker {second.address} on {socket.gethostname()} was lost: it closed the connection"
+        assert job.err == f"error: {named} (whole story in {job.output_dir / 'error.log'})\n"
+        assert first.process.wait(GONE_S) == 0
+        assert gone(below)
+
+
+@pytest.mark.timeout(400)
+def test_a_worker_that_is_terminated_ends_what_it_started(tmp_path: Path) -> None:
+    with workers(tmp_path, 1) as (worker,), started(tmp_path, *LONG, *attach(worker)) as job:
+        job.until_steps(1)
+        below = worker.below()
+        worker.process.terminate()
+        assert worker.process.wait(GONE_S) == 128 + signal.SIGTERM
+        assert gone(below)
+        assert job.wait(60) == 1
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """What a run says that cannot begin."""
+    job = finished(folder, *SMALL, *arguments)
+    assert job.process.returncode == 2, job.out + job.err
+    return job.err
+
+
+def test_what_cannot_be_attached_is_named_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    nobody = refused(tmp_path, "cluster.kind=attach", f"cluster.hosts=[tcp://127.0.0.1:{port}]", "cluster.attach_deadline_s=1")
+    assert nobody.startswith(f"error: cluster.hosts: no worker at tcp://127.0.0.1:{port} within 1 s: Connection refused")
+    unknown = refused(tmp_path, "cluster.kind=attach", "cluster.hosts=[tcp://no.such.host.invalid:7000]")
+    assert unknown.startswith("error: cluster.hosts: tcp://no.such.host.invalid:7000: ")
+    assert len((nobody + unknown).splitlines()) == 2
+
+
+def test_a_worker_with_other_software_is_refused_and_stays(tmp_path: Path) -> None:
+    other = tmp_path / "other" / "torch-1.0.dist-info"
+    other.mkdir(parents=True)
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")
+    worker = Worker(tmp_path, "other_torch", pythonpath=str(other.parent))
+    try:
+        said = refused(tmp_path, *attach(worker))
+        name = f"worker {worker.address} on {socket.gethostname()}"
+        assert said.startswith(f"error: {name}: torch is 1.0 there and ")
+        assert len(said.splitlines()) == 1
+        assert worker.process.poll() is None
+    finally:
+        worker.process.kill()
+        worker.process.wait()
+
+
+def test_an_address_that_is_taken_is_named_in_one_line(tmp_path: Path) -> None:
+    with workers(tmp_path, 1) as (worker,):
+        command = [sys.executable, "-m", "monarch_rl.run", "worker", "--address", worker.address]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+        assert (done.returncode, done.stderr) == (2, f"error: --address {worker.address}: Address already in use\n")
