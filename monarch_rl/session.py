@@ -38,7 +38,7 @@ class Session(Running):
     """
 
     async def start(self) -> Session:
-        """Look for mistakes, make the output folder, start all processes, and load the model. Engines may still be starting when this returns.
+        """Look for mistakes, make the output folder, start all processes, load the model. Engines may still be starting when this returns.
 
         Raises:
             UserError: something in the configuration is wrong.
@@ -157,6 +157,14 @@ class Session(Running):
             for number in sorted(live, reverse=True)[: max(0, -more)]:
                 await self._remove(number)
         return self.generators
+
+    async def add_hosts(self, *addresses: str) -> list[int]:
+        """Attach hosts on which `monarch-rl worker` runs; `scale` places generators there. Returns their indices (cluster.kind=attach).
+
+        Raises:
+            UserError: names the worker that cannot be had, and why.
+        """
+        return await self._meshes.hosts.add(addresses)
 
     async def hold(self) -> None:
         """Have all generators keep the weights that they hold, until `pull` or `follow`. If training goes on, `max_age` stalls them."""
