@@ -97,6 +97,14 @@ class Generator(Actor):
         await self._holds(min_step)
 
     @concurrent_endpoint
+    async def pull(self, publishers: Publisher, slots: list[list[SlotBuffers]], newest: Version) -> None:
+        """Pull and swap once, to `newest` or beyond; nothing where it holds that already. For a replica that does not follow."""
+        from monarch_rl.weights.pull import Puller
+
+        if self._engine.version is None or self._engine.version < newest:
+            await self._pull_once(publishers, Puller(self._plan, slots))
+
+    @concurrent_endpoint
     async def unfollow(self) -> None:
         """Stop pulling; `follow` returns."""
         if self._following is not None:
@@ -115,19 +123,23 @@ class Generator(Actor):
         await self._engine.close()
 
     async def _follow(self, publishers: Publisher, puller: Puller) -> None:
+        while True:
+            await self._pull_once(publishers, puller)
+
+    async def _pull_once(self, publishers: Publisher, puller: Puller) -> None:
+        """The next newer version, unless the pull has to be thrown away."""
         from monarch_rl.weights.pull import RejectedPull
 
-        while True:
-            offer = await self._newer(publishers, puller.ranks)
-            before, start_ns = self._engine.stats().tokens, time.time_ns()
-            try:
-                await puller.pull(offer)
-            except RejectedPull:
-                self._pulls.rejected += 1
-                continue
-            pulled_ns = time.time_ns()
-            pause_s = await self._engine.swap(puller.write, offer.version)
-            self._swapped(offer.version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - before)
+        offer = await self._newer(publishers, puller.ranks)
+        before, start_ns = self._engine.stats().tokens, time.time_ns()
+        try:
+            await puller.pull(offer)
+        except RejectedPull:
+            self._pulls.rejected += 1
+            return
+        pulled_ns = time.time_ns()
+        pause_s = await self._engine.swap(puller.write, offer.version)
+        self._swapped(offer.version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - before)
 
     async def _newer(self, publishers: Publisher, ranks: int) -> Offer:
         """The newest version above ours that every trainer rank has sealed. Parks at the publishers until there is one."""

@@ -282,6 +282,9 @@ LEAST = {
 MAY_BE_ZERO = {"trainer.weight_decay", "trainer.max_grad_norm", "trainer.clip_low", "trainer.clip_high"}
 """Numbers that are not simply above 0."""
 
+OBJECTS = ("task", "trainer.loss", "trainer.advantage")
+"""Keys that in Python may also hold the class or function itself."""
+
 TASK_PART_KEYS = ("name", "weight", "args")
 """Of one part of a mixture in `task`."""
 
@@ -312,7 +315,19 @@ def validate(config: Config) -> None:
         )
 
 
+def is_object(value: Any) -> bool:
+    """Whether a task, loss or the like is given as itself, as a notebook can, and not by name."""
+    return not isinstance(value, (str, int, float, bool, list, tuple, dict, type(None)))
+
+
+def label(value: Any) -> str:
+    """How a value is written down; an object by its name, which does not bring it back."""
+    return f"notebook:{getattr(value, '__name__', type(value).__name__)}" if is_object(value) else str(value)
+
+
 def _check_value(key: Key, value: Any) -> None:
+    if key.name in OBJECTS and callable(value):
+        return
     if (key.choices and value not in key.choices) or (key.hint in (int, float) and not _is_number(value, key.hint)):
         raise ConfigError(f"{key.name}: must be {key.allowed}, got {value!r}")
     if key.hint is int and value < (least := LEAST.get(key.name, 1)):
@@ -333,7 +348,7 @@ def _is_number(value: Any, hint: type) -> bool:
 
 def _check_task(config: Config) -> None:
     """A name, or a list of parts whose keys and values are right. Which names there are is known to `tasks` alone."""
-    if isinstance(config.task, str) and config.task:
+    if is_object(config.task) or (isinstance(config.task, str) and config.task):
         return
     if not isinstance(config.task, list) or not config.task:
         raise ConfigError(f"task: must be a name, or a list of {{name: ..., weight: ..., args: ...}}, got {config.task!r}")

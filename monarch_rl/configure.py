@@ -18,7 +18,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from monarch_rl.config import Config, ConfigError, Key, schema, validate
+from monarch_rl.config import Config, ConfigError, Key, is_object, label, schema, validate
 
 PACKAGED_RECIPES = Path(__file__).parent.parent / "recipes"
 """Beside the package, in a checkout as in site-packages."""
@@ -91,7 +91,7 @@ def _escape(value: Any) -> Any:
             return {key: _escape(item) for key, item in value.items()}
         case list() | tuple():
             return [_escape(item) for item in value]
-    return value
+    return label(value) if is_object(value) else value
 
 
 # Recipes
@@ -198,14 +198,14 @@ def _merge(*layers: tuple[str, Values]) -> tuple[Values, dict[str, str]]:
     """Later layers win. A leaf replaces what was below it: `task_args={}` clears the recipe's arguments."""
     values: Values = {}
     sources: dict[str, str] = {}
-    for label, layer in layers:
+    for source, layer in layers:
         for name, value in flatten(layer):
-            if label != COMMAND_LINE and _is_bare_heading(name, value):
+            if source != COMMAND_LINE and _is_bare_heading(name, value):
                 continue
-            _check_key(name, value, label)
+            _check_key(name, value, source)
             for other in [o for o in values if o.startswith(f"{name}.") or name.startswith(f"{o}.")]:
                 del values[other], sources[other]
-            values[name], sources[name] = value, label
+            values[name], sources[name] = value, source
     return values, sources
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from monarch_rl.cluster.hosts import look
 from monarch_rl.cluster.placement import place
-from monarch_rl.config import Config, UserError
+from monarch_rl.config import Config, UserError, label
 from monarch_rl.configure import write
 from monarch_rl.observe import console
 from monarch_rl.rendering import Renderer
@@ -36,8 +36,6 @@ def run(config: Config) -> int:
     output_dir = Path(config.output_dir)
     interrupt = Interrupt(config.close_deadline_s)
     try:
-        check(config)
-        make_output_dir(config)
         return asyncio.run(_train(config, interrupt))
     except BaseException as error:
         if interrupt.asked:
@@ -131,7 +129,7 @@ def check(config: Config) -> tuple[Renderer, Task, Prompt, list[int]]:
     except UserError:
         raise
     except Exception as error:  # the task may be the user's own
-        raise UserError(f"task={config.task}: {type(error).__name__}: {cause(error)}") from error
+        raise UserError(f"task={label(config.task)}: {type(error).__name__}: {cause(error)}") from error
     if config.eval.prompts and task.eval_size == 0:
         raise UserError(f"eval.prompts={config.eval.prompts}: task {task.name} has no held-out prompts; set it to 0")
     return renderer, task, prompt, renderer.render(prompt.content)
@@ -144,7 +142,7 @@ def dry_run(config: Config) -> list[str]:
     budget = (config.buffer.max_age + 1) * config.buffer.prompts_per_step - (config.buffer.window - 1)
     return [
         f"model: {renderer.directory}, stop ids {list(renderer.stop_ids)}",
-        f"task: {config.task}, {task.size or 'endless'} prompts; the first has {len(ids)} tokens",
+        f"task: {label(config.task)}, {task.size or 'endless'} prompts; the first has {len(ids)} tokens",
         f"reward of an empty completion: {score.reward if score.error is None else score.error}",
         f"admission: {budget} groups ahead at most, {budget / config.buffer.prompts_per_step:g} steps",
         *[f"placement: {processes}" for processes in place(config, asyncio.run(look(config)))],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,8 @@ from monarch_rl.models import PolicyModel, shard
 from monarch_rl.packing import Batch, collate, token_ages
 from monarch_rl.types import Shard
 
+F = TypeVar("F", bound=Callable[..., Any])
+
 
 def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
     """Of optimizer step `step`, 1-based: a linear rise to `lr` at step `warmup_steps`, then the schedule, 0 at `total_steps`."""
@@ -35,6 +37,11 @@ def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
     if config.schedule == "cosine":
         return config.lr * (1 + math.cos(math.pi * done)) / 2
     return config.lr
+
+
+def chosen(value: str | F, known: Mapping[Any, F]) -> F:
+    """A function of the configuration: by its name, or given as itself."""
+    return known[value] if isinstance(value, str) else value
 
 
 class Trained(NamedTuple):
@@ -98,7 +105,7 @@ class Learner:
             On every rank alike, save for the token that is too new; weights and optimizer are left as they were.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        advantages_PG = ADVANTAGES[self.config.advantage](torch.from_numpy(batch.rewards_PG))
+        advantages_PG = chosen(self.config.advantage, ADVANTAGES)(torch.from_numpy(batch.rewards_PG))
         packed = [collate([batch.episodes[i] for i in indices]) for indices in batch.microbatches]
         trained = []
         for arrays, indices in zip(packed, batch.microbatches, strict=True):
@@ -124,7 +131,7 @@ class Learner:
         # REINFORCE has no ratio of its own, so that the correction has to cover all of π / μ: "old" is the trainer itself.
         old_N = own_N if self.config.loss == "reinforce" else old_logprobs(own_N, behaviour_N, ages_N)
         advantages_N = advantages_B.to(self.device)[rows_N]
-        loss_N, clipped_N = LOSSES[self.config.loss](logprobs_N, old_N, advantages_N, self.config.clip_low, self.config.clip_high)
+        loss_N, clipped_N = chosen(self.config.loss, LOSSES)(logprobs_N, old_N, advantages_N, self.config.clip_low, self.config.clip_high)
         weights_N = AGGREGATIONS[self.config.aggregation](rows_N, batch.total_tokens, batch.total_episodes)
         loss_N = loss_N * weights_N * CORRECTIONS[self.config.correction](old_N, behaviour_N)
         # FSDP2 averages gradients over the ranks, while the weights make the loss a sum over them.

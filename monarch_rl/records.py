@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from actors.replay_buffer import ReplayBuffer
 
 DEADLINE_S = 60.0
+RECENT = 2000
+"""Spans of an actor that are kept for figures."""
 LOOK_S = 1.0
 """Between two looks into the replay buffer, for display."""
 
@@ -47,6 +50,8 @@ class Records:
         """Written by this session."""
         self.reports: list[GeneratorReport] = []
         """The latest of each generator."""
+        self.recent: dict[str, deque[Span]] = {}
+        """The last spans by actor."""
         self.holdings: Holdings | None = None
         """What the replay buffer held at the last look."""
 
@@ -94,6 +99,7 @@ class Records:
         self.console.reports(self.step, self.reports)
 
     def spans(self, lane: str, spans: list[Span]) -> None:
+        self.recent.setdefault(lane, deque(maxlen=RECENT)).extend(spans)
         self._trace.add(lane, spans)
         self.console.spans(lane, spans)
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from actors.generator import Generator
     from actors.metrics import Metrics
     from actors.publisher import Publisher
+    from monarch_rl.types import Version
     from monarch_rl.weights.plan import LoadPlan
     from monarch_rl.weights.slots import SlotBuffers
 
@@ -75,6 +76,10 @@ class Replicas:
     async def follow(self, number: int, publishers: Publisher, slots: list[list[SlotBuffers]], digest: str) -> None:
         """Have a replica pull what the trainers publish, until it is told to stop."""
         await self.live[number].follow.call_one(publishers, slots, digest).as_asyncio()
+
+    async def pull(self, number: int, publishers: Publisher, slots: list[list[SlotBuffers]], newest: Version) -> None:
+        """Have one that does not follow pull once."""
+        await answer(self.live[number].pull.call_one(publishers, slots, newest), f"generator {number} (pull)", LEAVE_DEADLINE_S)
 
     async def unfollow(self, number: int) -> None:
         """It pulls nothing more."""

@@ -49,7 +49,8 @@ class Running:
         self._step_in_progress: asyncio.Task[Mapping[str, float]] | None = None
         self._unrecorded: tuple[int, Mapping[str, float]] | None = None
         self._training: asyncio.Task[Any] | None = None
-        self._halted = self._published = False
+        self._halted = False
+        self._published: Version | None = None
         self._evaluations: set[asyncio.Task[None]] = set()
 
     @property
@@ -68,15 +69,15 @@ class Running:
 
     async def publish(self, version: Version | None = None) -> None:
         """Stage the trainer's weights for the generators, which pull them if they are newer than what they have."""
-        if not self._published:
+        if self._published is None:
             plan = await self._replicas.started()
             rings = await answer(self._trainers.open_ring.call(plan), "trainers (staging slots)", START_DEADLINE_S)
             self._followed = self._publishers, list(rings.values()), plan.digest
         elif version is not None:
             return  # the loop asks for it whenever it begins
-        self._published = True
         async with self._turn:
-            await answer(self._trainers.publish.call(version or self.version), "trainers (publish)", START_DEADLINE_S)
+            self._published = self.version
+            await answer(self._trainers.publish.call(self.version), "trainers (publish)", START_DEADLINE_S)
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
@@ -226,6 +227,8 @@ class Running:
             for rank, (_, spans) in enumerate(ranks):
                 self._records.spans(f"trainer {rank}", spans)
             self._records.step = step
+            if step % self.config.weights.every == 0 or step == self.config.steps:
+                self._published = self.version
             self._unrecorded = step, trainer_figures([figures for figures, _ in ranks])
             return self._unrecorded[1]
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from monarch_rl import loop, tables
+from monarch_rl import figures, loop, tables
 from monarch_rl.changes import settle
 from monarch_rl.config import UserError
 from monarch_rl.evaluation import Evaluated
@@ -19,9 +20,14 @@ from monarch_rl.tables import Samples, Table
 from monarch_rl.types import Sampling
 
 if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
     from monarch_rl.rendering import Renderer
     from monarch_rl.tasks import TaskSpec
     from monarch_rl.types import Message
+
+
+DEFAULT_CURVES = (("reward/mean", "eval/accuracy"), ("age/mean", "age/max"), ("idle/trainer", "idle/generator"))
 
 
 class Session(Running):
@@ -32,7 +38,15 @@ class Session(Running):
     """
 
     async def start(self) -> Session:
-        """Start all processes, and load the model. Engines may still be starting when this returns."""
+        """Look for mistakes, make the output folder, start all processes, load the model. Engines may still be starting when this returns.
+
+        Raises:
+            UserError: something in the configuration is wrong.
+        """
+        from monarch_rl.job import check, make_output_dir
+
+        check(self.config)
+        make_output_dir(self.config)
         try:
             self._records.console.start()
             self._state = "starting"
@@ -65,7 +79,7 @@ class Session(Running):
         ended = asyncio.get_running_loop().time() + deadline_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
-                if self._published:
+                if self._published is not None:
                     await self._shut(deadline_s / 4)
         self._records.console.close()
         await self._meshes.close(max(1.0, ended - asyncio.get_running_loop().time()), STOP_S)
@@ -144,6 +158,34 @@ class Session(Running):
                 await self._remove(number)
         return self.generators
 
+    async def add_hosts(self, *addresses: str) -> list[int]:
+        """Attach hosts on which `monarch-rl worker` runs; `scale` places generators there. Returns their indices (cluster.kind=attach).
+
+        Raises:
+            UserError: names the worker that cannot be had, and why.
+        """
+        return await self._meshes.hosts.add(addresses)
+
+    async def hold(self) -> None:
+        """Have all generators keep the weights that they hold, until `pull` or `follow`. If training goes on, `max_age` stalls them."""
+        await self._live()
+        await asyncio.gather(*[self._replicas.unfollow(number) for number in self._replicas.live])
+
+    async def pull(self, replica: int) -> Table:
+        """Have a generator that holds its weights pull the newest published ones, once."""
+        await self._live()
+        assert self._published is not None
+        publishers, slots, _ = self._followed
+        await self._replicas.pull(self._replica(replica), publishers, slots, self._published)
+        await self._records.collect()
+        return self.weights
+
+    async def follow(self) -> None:
+        """Have all generators follow the trainer again, after `hold`."""
+        await self._live()
+        for number in self._replicas.live:
+            self._background.create_task(self._replicas.follow(number, *self._followed), name=f"generator {number}")
+
     # --- looking at it ----------------------------------------------------------------------------------------------
 
     async def generate(
@@ -162,12 +204,10 @@ class Session(Running):
             UserError: there is no such replica.
         """
         await self._live()
-        live, asked = self._replicas.live, self.config.generator
-        if replica is not None and replica not in live:
-            raise UserError(f"replica={replica}: there are {', '.join(map(str, sorted(live)))}")
+        asked = self.config.generator
         limit = asked.max_new_tokens if max_new_tokens is None else max_new_tokens
         sampling = Sampling(limit, asked.temperature if temperature is None else temperature, self._renderer.stop_ids)
-        generator = live[min(live) if replica is None else replica]
+        generator = self._replicas.live[self._replica(replica)]
         reply = generator.generate.call_one(self._renderer.render(prompt), sampling, [seed + i for i in range(n)], 0)
         generations = await answer(reply, "generator", self.config.rollout.deadline_s)
         return tables.of_generations(prompt, generations, self._renderer)
@@ -211,6 +251,22 @@ class Session(Running):
         """The last steps."""
         return tables.of_rows(self._records.rows[-8:])
 
+    def curves(self, *groups: Sequence[str]) -> Figure:
+        """Metrics over the optimizer steps, as a plotly figure with one chart for each group of names.
+
+        Raises:
+            UserError: plotly is not installed.
+        """
+        return figures.curves(self._records.rows, groups or DEFAULT_CURVES)
+
+    def lanes(self, last_s: float = 20.0) -> Figure:
+        """Who did what in the last seconds, as a plotly figure.
+
+        Raises:
+            UserError: plotly is not installed.
+        """
+        return figures.lanes(self._records.recent, last_s)
+
     def __repr__(self) -> str:
         return repr(self._summary())
 
@@ -219,11 +275,17 @@ class Session(Running):
 
     async def _live(self) -> None:
         """The policy can be asked: the first weights are published, and the background runs."""
-        if not self._published:
+        if self._published is None:
             await self.publish(self.version)
         await self._keep()
         if self._keeper is not None and self._keeper.done():
             raise UserError(f"this session has {self._state}")
+
+    def _replica(self, number: int | None) -> int:
+        live = self._replicas.live
+        if number is not None and number not in live:
+            raise UserError(f"replica={number}: there are {', '.join(map(str, sorted(live)))}")
+        return min(live) if number is None else number
 
     async def _add(self, number: int) -> None:
         publishers, slots, _ = self._followed

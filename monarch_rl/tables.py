@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from monarch_rl.config import Config
+from monarch_rl.config import Config, label
 from monarch_rl.ledger import Holdings
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.types import Episode, Generation, Group, Message, Version
@@ -39,7 +39,7 @@ class Table:
         drawn = RichTable(*self.columns, title=self.title, title_justify="left", caption=self.note or None, box=box.SIMPLE)
         for row in self.rows:
             drawn.add_row(*[_text(cell) for cell in row])
-        console = Console(file=io.StringIO(), width=140, color_system=None, markup=False, emoji=False, highlight=False)
+        console = Console(file=io.StringIO(), width=140, color_system=None, force_jupyter=False, markup=False, emoji=False)
         console.print(drawn)
         return str(console.file.getvalue()).rstrip()  # type: ignore[attr-defined]
 
@@ -84,7 +84,7 @@ def of_session(config: Config, state: str, version: Version, rows: Sequence[Mapp
     listed: list[tuple[object, object]] = [
         ("state", state),
         ("step", f"{version.step} of {config.steps}"),
-        ("task", config.task),
+        ("task", label(config.task)),
         ("model", f"{config.model.path}, {config.model.dtype}"),
         ("output", config.output_dir),
     ]

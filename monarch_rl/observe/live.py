@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from monarch_rl.config import Config
+from monarch_rl.config import Config, label
 from monarch_rl.observe import console
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.observe.panels import Picture, Replica, View, render
@@ -44,7 +44,7 @@ class LiveConsole:
     def __init__(self, config: Config) -> None:
         buffer = config.buffer
         ahead = buffer.max_age + 1 - (buffer.window - 1) / buffer.prompts_per_step
-        title = f"{config.recipe or 'monarch_rl'}  {config.model.path} · {config.task} · {config.output_dir}"
+        title = f"{config.recipe or 'monarch_rl'}  {config.model.path} · {label(config.task)} · {config.output_dir}"
         self._view = View(title, config.steps, buffer.max_age, ahead, evaluates=config.eval.prompts > 0)
         self._meters: dict[int, Meter] = {}
         self._started = time.monotonic()

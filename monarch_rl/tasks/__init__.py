@@ -18,15 +18,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, Self
 
-from monarch_rl.config import UserError
+from monarch_rl.config import UserError, is_object, label
 from monarch_rl.types import Message, Prompt, Split
 
 BUILT_IN = {"arithmetic": "Arithmetic", "calculator": "Calculator", "gsm8k": "GSM8K"}
 """Class of each task of this package, by the name of its module."""
 HELD_OUT = 8
 """One key in this many is held out by `held_out`."""
-TaskSpec = str | list[dict[str, Any]]
-"""As `task` in the configuration: a name, or of a mixture `name`, `weight` and `args` of each part."""
+TaskSpec = Any
+"""As `task` in the configuration: a name, or of a mixture `name`, `weight` and `args` of each part; in Python also a class, a function
+that returns a Task, or a Task."""
 
 
 class Completion(str):
@@ -127,11 +128,12 @@ def load_task(spec: TaskSpec, args: dict[str, Any], seed: int) -> Task:
 
     Raises UserError that names the file and the attribute, or the argument in `task_args` that is missing or unknown.
     """
-    if not isinstance(spec, str):
+    if isinstance(spec, list):
         from monarch_rl.tasks.mixture import Mixture
 
         return Mixture(spec, seed)
-    found = _built_in(spec) or _user_attribute(spec)
+    found = spec if is_object(spec) else _built_in(spec) or _user_attribute(spec)
+    spec = label(spec)
     if callable(found):
         found = found(**_arguments(spec, found, args, seed))
     elif args:
@@ -153,6 +155,8 @@ def _built_in(spec: str) -> Any:
 
 def _user_attribute(spec: str) -> Any:
     file, colon, attribute = spec.rpartition(":")
+    if file == "notebook":
+        raise UserError(f"task={spec} was defined in a notebook: put it into a file, and use task=path/to/file.py:{attribute}")
     if not colon or not file.endswith(".py"):
         known = f"{', '.join(BUILT_IN)}, reasoning_gym:NAME"
         raise UserError(f"task={spec}: neither a built-in task ({known}) nor path/to/file.py:name{_nearest(spec, BUILT_IN)}")

@@ -20,7 +20,9 @@ from asyncio.subprocess import Process
 from collections.abc import Sequence
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from monarch_rl.config import UserError
+import cloudpickle
+
+from monarch_rl.config import UserError, label
 from monarch_rl.tasks import Completion, Observation, Score, Task, TaskSpec, load_task
 from monarch_rl.types import Message, Prompt
 
@@ -92,11 +94,11 @@ class RewardProcess:
 
     async def _load(self, child: Child) -> None:
         try:
-            failure = await self._ask(child, self._task, START_DEADLINE_S)
+            failure = await self._ask(child, cloudpickle.dumps(self._task), START_DEADLINE_S)
         except TimeoutError:
-            raise RuntimeError(f"task {self._task[0]} was not loaded within {START_DEADLINE_S:g} s") from None
+            raise RuntimeError(f"task {label(self._task[0])} was not loaded within {START_DEADLINE_S:g} s") from None
         except ChildProcessError as error:
-            raise RuntimeError(f"the reward's process died while it loaded task {self._task[0]} ({error})") from None
+            raise RuntimeError(f"the reward's process died while it loaded task {label(self._task[0])} ({error})") from None
         if failure is not None:
             await self._end(child)
             raise failure
@@ -149,11 +151,11 @@ def main() -> None:
     """The child's side: load the task, then answer until the parent closes the socket or is gone."""
     _die_with_parent()
     requests, replies = _take_socket()
-    spec, args, seed = pickle.loads(_read(requests) or b"")
     try:
+        spec, args, seed = pickle.loads(pickle.loads(_read(requests) or b""))
         task = load_task(spec, args, seed)
     except Exception as error:
-        said = UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"task {spec}: {_one_line(error)}")
+        said = UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"the task cannot be loaded: {_one_line(error)}")
         _write(replies, said)
         return
     _write(replies, None)

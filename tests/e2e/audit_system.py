@@ -14,7 +14,6 @@ from monarch.actor import Actor, endpoint
 
 from monarch_rl.config import Config
 from monarch_rl.configure import load
-from monarch_rl.job import make_output_dir
 from monarch_rl.rendering import Renderer
 from monarch_rl.session import Session
 from monarch_rl.types import Generation, Group, Sampling, Version
@@ -48,7 +47,6 @@ class Audit:
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[Session]:
-        make_output_dir(self.config)
         async with Session(self.config) as self._session:
             await self._session.publish(await self._session.restore())
             yield self._session

@@ -12,7 +12,6 @@ import pytest
 
 from monarch_rl.config import Config, ConfigError, UserError
 from monarch_rl.configure import load
-from monarch_rl.job import make_output_dir
 from monarch_rl.session import Session
 from monarch_rl.types import Version
 
@@ -26,9 +25,7 @@ OTHER = [{"name": "reasoning_gym:chain_sum", "args": {"chat": False}}]
 
 
 def config(folder: Path, *keys: str) -> Config:
-    made = load([*SMALL, f"output_dir={folder}", *keys]).config
-    make_output_dir(made)
-    return made
+    return load([*SMALL, f"output_dir={folder}", *keys]).config
 
 
 def rows(folder: Path, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
