@@ -32,7 +32,7 @@ async def main(folder: Path, *addresses: str) -> None:
                     await asyncio.sleep(0.05)
 
         await until(lambda: session.version.step >= 2)
-        assert await session._meshes.hosts.add([addresses[2]]) == [2]
+        assert await session.add_hosts(addresses[2]) == [2]
         await session.scale(generators=2)
         assert session._meshes._placed["generator_1"].hosts == (2,)
         joined = session.version.step

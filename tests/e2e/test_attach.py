@@ -115,13 +115,18 @@ def test_a_worker_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(400)
 def test_a_worker_that_is_terminated_ends_what_it_started(tmp_path: Path) -> None:
-    with workers(tmp_path, 1) as (worker,), started(tmp_path, *LONG, *attach(worker)) as job:
+    """Also where trainer ranks and rollout workers are shared by the hosts, and each rank holds half of the model."""
+    spread = ["trainer.ranks=2", "rollout.workers=2", "cluster.placement.trainer=[0,1]", "cluster.placement.rollout=[0,1]"]
+    with workers(tmp_path) as (first, second), started(tmp_path, *LONG, *spread, *attach(first, second)) as job:
         job.until_steps(1)
-        below = worker.below()
-        worker.process.terminate()
-        assert worker.process.wait(GONE_S) == 128 + signal.SIGTERM
+        assert first.roles() == {"trainer 0", "replay_buffer 0", "scorer 0", "rollout 0"}
+        assert second.roles() == {"trainer 1", "generator_0 0", "rollout 1"}
+        below = second.below()
+        second.process.terminate()
+        assert second.process.wait(GONE_S) == 128 + signal.SIGTERM
         assert gone(below)
         assert job.wait(60) == 1
+        assert first.process.wait(GONE_S) == 0
 
 
 @pytest.mark.timeout(400)
