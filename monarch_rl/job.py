@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from monarch_rl.cluster.hosts import look
-from monarch_rl.cluster.placement import place
+from monarch_rl.cluster.placement import host_count, hosts_by_role, place
 from monarch_rl.config import Config, UserError, label
 from monarch_rl.configure import write
 from monarch_rl.observe import console
@@ -117,11 +117,12 @@ def make_output_dir(config: Config) -> Path:
 
 
 def check(config: Config) -> tuple[Renderer, Task, Prompt, list[int]]:
-    """Look for mistakes in model and task before anything is started; the first prompt and its ids come with them.
+    """Look for mistakes in placement, model and task before anything is started; the first prompt and its ids come with them.
 
     Raises:
         UserError: names the key and what is wrong with it.
     """
+    hosts_by_role(config, host_count(config))
     renderer = Renderer.of(config.model)
     try:
         task = load_task(config.task, config.task_args, config.seed)

@@ -140,6 +140,11 @@ def test_hosts_are_asked_for_and_named_once() -> None:
         config("cluster.kind=attach", "cluster.hosts=[tcp://h:1,tcp://h:1]")
 
 
+def test_an_address_is_checked_with_the_other_keys() -> None:
+    with pytest.raises(ConfigError, match=r"cluster.hosts: must be tcp://HOST:PORT, got 'h:1'"):
+        config("cluster.kind=attach", "cluster.hosts=[h:1]")
+
+
 @pytest.mark.parametrize("text", ["h:1", "tcp://h", "tcp://:1", "tcp://h:x", "tcp://h:70000", "ipc://x:1", "tcp://h:1/"])
 def test_addresses_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"cluster.hosts: must be tcp://HOST:PORT, got {text!r}")):
