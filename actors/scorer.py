@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from monarch.actor import Actor, concurrent_endpoint, endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
+from actors.metrics import Metrics, Records
 from monarch_rl.tasks import Observation, Score, TaskSpec
 from monarch_rl.tasks.reward_process import RewardProcess
 from monarch_rl.types import Prompt
 
 
 class Scorer(Actor):
-    def __init__(self, task_spec: TaskSpec, task_args: dict[str, Any], seed: int, deadline_s: float) -> None:
+    def __init__(
+        self, task_spec: TaskSpec, task_args: dict[str, Any], seed: int, deadline_s: float, metrics: Metrics | None = None
+    ) -> None:
+        self._records = Records(metrics, f"scorer {current_rank().rank}")
         self._process = RewardProcess(task_spec, task_args, seed)
         self._deadline_s = deadline_s
 
@@ -30,14 +34,17 @@ class Scorer(Actor):
     @concurrent_endpoint
     async def score(self, prompt: Prompt, completions: list[str]) -> list[Score]:
         """One score per completion, in order."""
+        self._records.soon()
         return [await self._process.score(prompt, completion, self._deadline_s) for completion in completions]
 
     @concurrent_endpoint
     async def observe(self, prompt: Prompt, turns: list[str]) -> Observation:
         """What the environment answers to the last of an episode's turns."""
+        self._records.soon()
         return await self._process.observe(prompt, turns, self._deadline_s)
 
     @endpoint
     async def shut(self) -> None:
         """Ends the reward process; scores in progress get an error."""
+        self._records.send()
         await self._process.close()

@@ -9,14 +9,17 @@ from collections.abc import AsyncIterator, Awaitable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from monarch_rl.clocks import clock_offsets
 from monarch_rl.cluster import local
 from monarch_rl.config import Config, UserError
 from monarch_rl.observe import console
 from monarch_rl.observe.live import make_console
 from monarch_rl.observe.metrics import GeneratorFigures, GeneratorReport, MetricsFile, trainer_figures
 from monarch_rl.observe.report import write_report
-from monarch_rl.observe.timeline import Span, Trace
-from monarch_rl.supervise import PROCESS_DIED, NamedTimeout, answer, obituary, root
+from monarch_rl.observe.status import StatusFile
+from monarch_rl.observe.timeline import Record, Span
+from monarch_rl.observe.trace import Trace
+from monarch_rl.supervise import PROCESS_DIED, NamedTimeout, answer, cause, obituary, root
 from monarch_rl.types import Version
 
 if TYPE_CHECKING:
@@ -55,12 +58,14 @@ class Session:
         self._step = 0
         self._generator_figures = GeneratorFigures()
         self._metrics_file = MetricsFile(self.output_dir / "metrics.jsonl")
-        self._trace = Trace()
+        self._trace = Trace(self.output_dir / "timeline.json")
+        self._status = StatusFile(self.output_dir)
         self.console = make_console(config)
 
     async def __aenter__(self) -> Session:
         try:
             self.console.start()
+            self._status.start()
             await self._start()
         except BaseException as error:
             await self.__aexit__(type(error), error)
@@ -69,10 +74,13 @@ class Session:
 
     async def __aexit__(self, _: object, error: BaseException | None, *__: object) -> None:
         """Raises ActorDied in place of the errors that a death has caused in others."""
+        if error is not None and not isinstance(error, asyncio.CancelledError):
+            self._status.ends("failed", cause(error))
         try:
             if isinstance(error, Exception) and not isinstance(root(error), UserError):
                 await asyncio.wait({self._fault}, timeout=DEATH_NOTICE_S)
                 if self._fault.done() and (died := self._fault.exception()) is not error:
+                    self._status.ends("failed", str(died))
                     raise ActorDied(str(died)) from error
         finally:
             await self.close()
@@ -106,6 +114,8 @@ class Session:
                 watch.cancel()
                 listen.cancel()
                 await self._reports()  # of the last pull and swap
+                if self._step == self.config.steps:
+                    self._status.ends("done")
         except BaseExceptionGroup as group:
             raise _first(group) from None
 
@@ -153,7 +163,8 @@ class Session:
             async with asyncio.timeout(STOP_S):
                 await asyncio.gather(*[mesh.stop() for mesh, _ in self._processes.values()], return_exceptions=True)
         self._metrics_file.close()
-        self._trace.write(self.output_dir / "timeline.json")
+        self._trace.close()
+        self._status.close()
         write_report(self.output_dir)
 
     async def _shut(self, deadline_s: float) -> None:
@@ -182,6 +193,7 @@ class Session:
 
         await self._wait("trainer processes", setup_torch_elastic_env_async(self._processes["trainer"][0]))
         await self._wait("trainers (model load)", _reply(self._trainers.setup.call()))
+        self._trace.offsets_ns |= await clock_offsets({name: process for name, (_, process) in self._processes.items()})
 
     def _listen_for_faults(self) -> None:
         import monarch.actor
@@ -227,9 +239,13 @@ class Session:
             processes[f"generator_{i}"].spawn(f"generator_{i}", Generator, config, i, self._metrics)
             for i in range(config.generator.replicas)
         ]
-        scorers = processes["scorer"].spawn("scorer", Scorer, config.task, config.task_args, config.seed, config.scorer.deadline_s)
+        scorers = processes["scorer"].spawn(
+            "scorer", Scorer, config.task, config.task_args, config.seed, config.scorer.deadline_s, self._metrics
+        )
         self._scorers = [scorers.slice(worker=i) for i in range(config.scorer.workers)]
-        self._rollouts = processes["rollout"].spawn("rollout", RolloutWorker, config, self._buffer, self._generators, self._scorers)
+        self._rollouts = processes["rollout"].spawn(
+            "rollout", RolloutWorker, config, self._buffer, self._generators, self._scorers, self._metrics
+        )
 
     # --- background -------------------------------------------------------------------------------------------------
 
@@ -268,9 +284,9 @@ class Session:
         self.console.reports(self._step, reports)
         return reports
 
-    def _spans(self, lane: str, spans: list[Span]) -> None:
-        self._trace.add(lane, spans)
-        self.console.spans(lane, spans)
+    def _spans(self, lane: str, records: list[Record]) -> None:
+        self._trace.add(lane, records)
+        self.console.spans(lane, [record for record in records if isinstance(record, Span)])
 
     async def _row(self, step: int, stats: Mapping[str, float]) -> dict[str, Any]:
         reports = await self._reports()
