@@ -19,7 +19,7 @@ DEADLINE_S = 60.0
 
 async def clock_offsets(processes: Mapping[str, Process]) -> dict[str, int]:
     """Nanoseconds by lane of the timeline, of the meshes `processes`. Processes of this host, which share our clock, are left out."""
-    found = {}
+    found: dict[str, int] = {}
     for name, mesh in processes.items():
         asked: dict[int, list[tuple[int, int, int]]] = {}
         for _ in range(READINGS):

@@ -17,7 +17,6 @@ WORK = ("generate", "train", "wait")
 """Spans on the lower half of a lane: what the actor does."""
 WEIGHTS = ("stage", "pull", "swap")
 """Spans on the upper half: weights under way, usually at the same time."""
-SHOWN = {*WORK, *WEIGHTS}
 KEPT = 1000
 """Intervals of one kind that a lane remembers."""
 
@@ -92,11 +91,8 @@ class Lanes:
         return sorted(self._lanes, key=_lane_order)
 
     def add(self, lane: str, spans: Iterable[Span]) -> None:
-        shown = [span for span in spans if span.name in SHOWN]
-        if not shown:
-            return
         kinds = self._lanes.setdefault(lane, {})
-        for span in shown:
+        for span in spans:
             kinds.setdefault(span.name, []).append((span.start_ns, span.end_ns))
             self.end_ns = max(self.end_ns, span.end_ns)
         for kind, intervals in kinds.items():

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from monarch_rl.config import Config
 from monarch_rl.observe import console
+from monarch_rl.observe.charts import WEIGHTS, WORK
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.observe.panels import Picture, Replica, View, render
 from monarch_rl.observe.timeline import Span
@@ -28,6 +29,8 @@ from monarch_rl.types import Group
 
 PAINT_S = 0.5
 """Between two paintings."""
+SHOWN = {*WORK, *WEIGHTS}
+"""Spans that have a place in a lane; the timeline has more."""
 LATELY_S = 5.0
 """Over which a generator's speed and idle share are taken."""
 PIPE_BYTES = 1 << 20
@@ -74,7 +77,8 @@ class LiveConsole:
             self._view.replicas[report.replica] = meter.read(now, step, report)
 
     def spans(self, lane: str, spans: Iterable[Span]) -> None:
-        self._view.lanes.add(lane, spans)
+        if shown := [span for span in spans if span.name in SHOWN]:
+            self._view.lanes.add(lane, shown)
 
     def rollouts(self, groups: Iterable[Group]) -> None:
         self._view.samples, self._view.samples_step = list(groups), self._view.step

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,8 +45,8 @@ async def test_how_it_ends_is_what_was_said_last(tmp_path: Path) -> None:
 async def test_a_controller_that_is_gone_has_died(tmp_path: Path) -> None:
     file = StatusFile(tmp_path)
     file.start()
-    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
-        ended.wait()
+    ended = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+    await ended.wait()
     rewrite(tmp_path, pid=ended.pid)
     assert str(read_status(tmp_path)).startswith(f"died: its controller, process {ended.pid} on ")
     rewrite(tmp_path, pid=os.getpid(), process_started=process_started(os.getpid()) - 1)
