@@ -40,11 +40,11 @@ def run(config: Config) -> int:
             return interrupt.exit_code
         if not isinstance(error, Exception) or (isinstance(error, UserError) and error.__cause__ is None):
             raise
-        return _failed(error, output_dir)
+        return failed(error, output_dir)
     return 0
 
 
-def _failed(error: Exception, output_dir: Path) -> int:
+def failed(error: Exception, output_dir: Path) -> int:
     """One line on the console, the rest in error.log."""
     output_dir.mkdir(parents=True, exist_ok=True)
     log = output_dir / "error.log"

@@ -1,6 +1,6 @@
 """The command line: `python -m monarch_rl.run recipe=NAME [key=value …]`, also installed as `monarch-rl`.
 
-Settles the configuration, then hands over to `job`; nothing heavy is imported before that.
+Settles the configuration, then hands over to `job`, or to a command of `commands`; nothing heavy is imported before that.
 """
 
 from __future__ import annotations
@@ -8,17 +8,18 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from monarch_rl import commands
 from monarch_rl.config import UserError
 from monarch_rl.configure import Resolved, help_table, load, provenance_table, recipe_names
 
 USAGE = """\
-usage:   python -m monarch_rl.run recipe=NAME [key=value ...] [option ...]
+usage:   python -m monarch_rl.run recipe=NAME [key=value ...] [option ...], or COMMAND ...
 example: python -m monarch_rl.run recipe=grpo_qwen steps=20 trainer.lr=1e-4
-options: --print, --dry-run, --help"""
+options: --print, --dry-run, --help; commands: report, watch, eval, export"""
 
 HELP = """
   recipe=NAME   ./recipes/NAME.yaml, else the recipe of that name that comes with
@@ -26,7 +27,10 @@ HELP = """
                 of an earlier run. From here: {recipes}
   --print       show every value and where it came from, then exit
   --dry-run     check paths, tokenizer, reward and placement, then exit
-  --help        this text
+  --help        this text; COMMAND --help tells about a command
+
+Commands, instead of training:
+{commands}
 
 Where a key is set more than once, the last of these counts: default, recipe,
 its profile, command line."""
@@ -40,13 +44,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments:
         print(USAGE, file=sys.stderr)
         return 2
+    if arguments[0] in commands.COMMANDS:
+        return _guarded(lambda: commands.run(arguments[0], arguments[1:]))
     flags = FLAGS.intersection(arguments)
     if flags & {"-h", "--help"}:
         width = shutil.get_terminal_size(fallback=(120, 24)).columns
-        _show(USAGE, HELP.format(recipes=", ".join(recipe_names())), help_table(width))
+        _show(USAGE, HELP.format(commands=commands.listed(), recipes=", ".join(recipe_names())), help_table(width))
         return 0
+    if "=" not in arguments[0] and not arguments[0].startswith("-"):
+        return _guarded(lambda: commands.unknown(arguments[0]))
+    return _guarded(lambda: _start(load([argument for argument in arguments if argument not in FLAGS]), flags))
+
+
+def _guarded(work: Callable[[], int]) -> int:
+    """The exit code of some work; a user's mistake is one line."""
     try:
-        return _start(load([argument for argument in arguments if argument not in FLAGS]), flags)
+        return work()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

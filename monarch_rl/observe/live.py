@@ -36,25 +36,25 @@ LATELY_S = 5.0
 PIPE_BYTES = 1 << 20
 
 
-def make_console(config: Config) -> console.Console:
-    """The live display where there is a terminal for it, else plain lines."""
-    return LiveConsole(config) if console.is_live(sys.stdout, os.environ) else console.PlainConsole(config.steps)
+def make_console(config: Config, started: float | None = None) -> console.Console:
+    """The live display where there is a terminal for it, else plain lines. `started`: Unix time of a run that began before."""
+    return LiveConsole(config, started) if console.is_live(sys.stdout, os.environ) else console.PlainConsole(config.steps)
 
 
 class LiveConsole:
     """The live display on this process's stdout, which must be a terminal."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, started: float | None = None) -> None:
         buffer = config.buffer
         ahead = buffer.max_age + 1 - (buffer.window - 1) / buffer.prompts_per_step
         title = f"{config.recipe or 'monarch_rl'}  {config.model.path} · {config.task} · {config.output_dir}"
         self._view = View(title, config.steps, buffer.max_age, ahead, evaluates=config.eval.prompts > 0)
         self._meters: dict[int, Meter] = {}
-        self._started = time.monotonic()
+        self._ago_s = time.time() - started if started else 0.0
         self._painting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._started = time.monotonic()
+        self._started = time.monotonic() - self._ago_s
         self._printed = Printed(self.say)
         self._terminal = Console(file=self._printed.terminal, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._live = Live(console=self._terminal, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
