@@ -14,7 +14,7 @@ from monarch_rl.cluster import local
 from monarch_rl.config import Config, UserError
 from monarch_rl.configure import write
 from monarch_rl.loop import train
-from monarch_rl.observe import console
+from monarch_rl.observe import console, trackers
 from monarch_rl.rendering import Renderer
 from monarch_rl.session import Session
 from monarch_rl.supervise import cause, root
@@ -106,6 +106,7 @@ def check(config: Config) -> tuple[Renderer, Task, Prompt, list[int]]:
     Raises:
         UserError: names the key and what is wrong with it.
     """
+    trackers.check(config.trackers)
     renderer = Renderer.of(config.model)
     try:
         task = load_task(config.task, config.task_args, config.seed)

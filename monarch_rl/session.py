@@ -19,6 +19,7 @@ from monarch_rl.observe.report import write_report
 from monarch_rl.observe.status import StatusFile
 from monarch_rl.observe.timeline import Record, Span
 from monarch_rl.observe.trace import Trace
+from monarch_rl.observe.trackers import Trackers
 from monarch_rl.supervise import PROCESS_DIED, NamedTimeout, answer, cause, obituary, root
 from monarch_rl.types import Version
 
@@ -59,6 +60,7 @@ class Session:
         self._generator_figures = GeneratorFigures()
         self._metrics_file = MetricsFile(self.output_dir / "metrics.jsonl")
         self._trace = Trace(self.output_dir / "timeline.json")
+        self._trackers = Trackers(config)
         self._status = StatusFile(self.output_dir)
         self.console = make_console(config)
 
@@ -163,6 +165,7 @@ class Session:
             async with asyncio.timeout(STOP_S):
                 await asyncio.gather(*[mesh.stop() for mesh, _ in self._processes.values()], return_exceptions=True)
         self._metrics_file.close()
+        await asyncio.to_thread(self._trackers.close)
         self._trace.close()
         self._status.close()
         write_report(self.output_dir)
@@ -265,6 +268,7 @@ class Session:
             step, stats = item
             row = await self._row(step, stats)
             self._metrics_file.write(row)
+            self._trackers.row(row)
             self.console.row(row)
             every = self.config.console.rollouts_every
             if every and step and step % every == 0:

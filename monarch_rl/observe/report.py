@@ -170,7 +170,7 @@ def _trouble(output_dir: Path, rows: Sequence[Row], groups: Sequence[Row]) -> st
     facts = [(f"prompts dropped: {key.removeprefix('buffer/dropped_')}", f"{n:.0f}") for key, n in last.items() if "/dropped_" in key]
     if last.get("sync/rejected"):
         facts.append(("pulls thrown away", f"{last['sync/rejected']:.0f}"))
-    errors = Counter(episode["error"] for group in groups for episode in group["episodes"] if episode["error"])
+    errors = Counter(episode["error"] for group in groups for episode in group["episodes"] if episode.get("error"))
     facts += [("episodes unscorable", f"{n} × <code>{escape(error)}</code>") for error, n in errors.most_common(5)]
     log, status = output_dir / "error.log", read_status(output_dir)
     story = ""

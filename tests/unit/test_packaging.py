@@ -30,6 +30,9 @@ def pins(name: str) -> dict[str, str]:
     return {canonicalize_name(requirement.name): str(requirement.specifier).removeprefix("==") for requirement in requirements}
 
 
+ENVS = PYPROJECT["project"]["optional-dependencies"]["envs"] + PYPROJECT["dependency-groups"]["reasoning"]
+
+
 def applies(requirement: Requirement) -> bool:
     linux = {"platform_system": "Linux", "python_version": "3.11"}
     return requirement.marker is None or requirement.marker.evaluate(linux)
@@ -51,11 +54,15 @@ def test_dev_lock_holds_every_line_of_the_cpu_lock() -> None:
     ("name", "wanted"),
     [
         ("cpu.txt", PYPROJECT["project"]["dependencies"] + PYPROJECT["project"]["optional-dependencies"]["cpu"]),
-        ("dev.txt", PYPROJECT["dependency-groups"]["dev"]),
+        ("dev.txt", [line for line in PYPROJECT["dependency-groups"]["dev"] if isinstance(line, str)]),
+        ("dev.txt", PYPROJECT["project"]["optional-dependencies"]["notebook"]),
+        ("dev.txt", PYPROJECT["project"]["optional-dependencies"]["track"]),
+        ("dev.txt", ENVS),
+        ("envs.txt", ENVS),
     ],
 )
 def test_lock_satisfies_pyproject(name: str, wanted: list[str]) -> None:
-    pinned = pins(name)
+    pinned = pins(name) | (pins("cpu.txt") if name == "envs.txt" else {})
     for requirement in filter(applies, map(Requirement, wanted)):
         version = pinned.get(canonicalize_name(requirement.name))
         assert version is not None, f"{name} lacks {requirement.name}"
@@ -90,6 +97,7 @@ def test_every_imported_package_is_declared_and_every_base_dependency_is_importe
     project = PYPROJECT["project"]
     base = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
     extras = {canonicalize_name(Requirement(line).name) for lines in project["optional-dependencies"].values() for line in lines}
+    extras |= {canonicalize_name(Requirement(line).name) for line in ENVS}
     providers = packages_distributions()
     imported = {canonicalize_name(name) for package in imported_packages() for name in providers.get(package, [package])}
     assert imported - base - extras == set()
