@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,9 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
         for name, found in reader.read_metadata().state_dict_metadata.items()
         if name.startswith(WEIGHTS) and isinstance(found, TensorStorageMetadata)
     }
-    read(state, storage_reader=reader, no_dist=True)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be here
+        read(state, storage_reader=reader, no_dist=True)
     return {name.removeprefix(WEIGHTS): weight for name, weight in state.items()}
 
 
