@@ -96,6 +96,13 @@ def typical(lanes: Iterable[Lane], steps: int = 6) -> Window:
     return min(ways, key=strangeness)
 
 
+def stretch(lanes: Iterable[Lane], first: int, length_ns: int) -> Window:
+    """From the beginning of step `first`, for so long. The last step in it may not be complete."""
+    found = _steps(lanes)
+    start_ns = found[first - 1][0]
+    return Window(start_ns, start_ns + length_ns, first, sum(begun < start_ns + length_ns for begun, _ in found))
+
+
 def _steps(lanes: Iterable[Lane]) -> list[tuple[int, int]]:
     """Start (of the wait for its batch) and end (of the staging, or of the training) of each step of trainer 0."""
     spans = next((lane.spans for lane in lanes if lane.name == "trainer 0"), [])
