@@ -176,8 +176,10 @@ class Generator(Actor):
             self._report_due.cancel()
             self._report_due = None
         stats = self._engine.stats()
-        self._pulls.tokens, self._pulls.idle_s = stats.tokens, stats.idle_s
-        self._metrics.report.broadcast(self._pulls, timeline.drain())
+        pulls = self._pulls
+        pulls.tokens, pulls.idle_s = stats.tokens, stats.idle_s
+        timeline.count("generator", step=pulls.step, running=stats.running, tokens=pulls.tokens, idle_s=round(pulls.idle_s, 3))
+        self._metrics.report.broadcast(pulls, timeline.drain())
 
 
 def _refusal(error: Exception) -> str:

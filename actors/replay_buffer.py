@@ -21,6 +21,7 @@ from monarch.actor import Actor, endpoint
 from monarch_rl.config import Config
 from monarch_rl.groups import check_ages, describe, figures, judge, make_shards
 from monarch_rl.ledger import AgeError, Holdings, Ledger, Lost, Progress
+from monarch_rl.observe import timeline
 from monarch_rl.observe.rollouts import RolloutsFile
 from monarch_rl.types import Group, Lease, Prompt, Shard
 
@@ -187,6 +188,8 @@ class ReplayBuffer(Actor):
         """Give what can be given. Called after every event; batches come first, since taking one can open leases."""
         self._serve_takes()
         self._serve_leases()
+        counts = self._ledger.counts
+        timeline.count("prompts", leased=counts.leased, ready=counts.scored)
         self._arm()
 
     def _serve_takes(self) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
+from actors.metrics import Records
 from monarch_rl.config import Config
+from monarch_rl.observe import timeline
 from monarch_rl.supervise import answer, cause
 from monarch_rl.types import Episode, Generation, Group, Lease, Prompt, Sampling, Split, Version
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
     from monarch.actor import Future
 
     from actors.generator import Generator
+    from actors.metrics import Metrics
     from actors.replay_buffer import ReplayBuffer
     from actors.scorer import Scorer
     from monarch_rl.tasks import Observation, Task, TaskSpec
@@ -118,12 +122,20 @@ async def together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 class RolloutWorker(Actor):
-    def __init__(self, config: Config, buffer: ReplayBuffer, generators: Mapping[int, Generator], scorers: Sequence[Scorer]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        buffer: ReplayBuffer,
+        generators: Mapping[int, Generator],
+        scorers: Sequence[Scorer],
+        metrics: Metrics | None = None,
+    ) -> None:
         from monarch_rl.rendering import Renderer
         from monarch_rl.tasks import load_task
 
         self._config, self._buffer, self._scorers = config, buffer, scorers
         self.name = f"rollout {current_rank().rank}"
+        self._records = Records(metrics, self.name)
         self._renderer = Renderer.of(config.model)
         self._task = load_task(config.task, config.task_args, config.seed)
         self._routes = Routes(generators)
@@ -136,6 +148,7 @@ class RolloutWorker(Actor):
         async with asyncio.TaskGroup() as groups:
             while (leased := await self._buffer.lease.call_one(self.name)) is not None:
                 groups.create_task(self._serve(*leased))
+        self._records.send()
 
     @concurrent_endpoint
     async def set_sampling(self, temperature: float, max_new_tokens: int) -> None:
@@ -165,7 +178,10 @@ class RolloutWorker(Actor):
         size = work.task.eval_size
         prompts = [work.task.prompt(index, "eval") for index in indices if size is None or index < size]
         evaluation = Evaluation()
-        for group in await asyncio.gather(*[self._try(prompt, work) for prompt in prompts]):
+        with timeline.span("evaluate", prompts=len(prompts)):
+            groups = await asyncio.gather(*[self._try(prompt, work) for prompt in prompts])
+        self._records.soon()
+        for group in groups:
             for episode in group.episodes:
                 evaluation.add(episode)
             evaluation.unscorable += not group.episodes
@@ -204,6 +220,7 @@ class RolloutWorker(Actor):
         from monarch_rl.tasks import Completion, component, has_environment
         from monarch_rl.trajectory import Trajectory
 
+        start_ns = time.time_ns()
         ids = self._renderer.render(prompt.content)
         seeds = [partial(episode_seed, self._config.seed, work.split, prompt.ordinal, work.attempt, index) for index in range(episodes)]
         generations = await self._routes.generate(ids, work.sampling, [seed() for seed in seeds], work.min_step)
@@ -214,6 +231,9 @@ class RolloutWorker(Actor):
             await together([self._play(prompt, work, *each) for each in zip(rolled, seeds, strict=True)])
         group = Group(prompt, [t.episode(Completion(self._text(t), t.turns), work.sampling.temperature) for t in rolled])
         await self._score(group, work)
+        if work.split == "train":
+            timeline.add(timeline.Span("rollout", start_ns, time.time_ns(), {"prompt": prompt.ordinal}))
+            self._records.soon()
         return group
 
     async def _play(self, prompt: Prompt, work: Purpose, trajectory: Trajectory, seed: Callable[..., int]) -> None:

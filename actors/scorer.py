@@ -10,15 +10,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from monarch.actor import Actor, concurrent_endpoint, endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
+from actors.metrics import Metrics, Records
 from monarch_rl.tasks import Observation, Score, TaskSpec
 from monarch_rl.tasks.reward_process import RewardProcess
 from monarch_rl.types import Prompt
 
 
 class Scorer(Actor):
-    def __init__(self, task_spec: TaskSpec, task_args: dict[str, Any], seed: int, deadline_s: float) -> None:
+    def __init__(
+        self, task_spec: TaskSpec, task_args: dict[str, Any], seed: int, deadline_s: float, metrics: Metrics | None = None
+    ) -> None:
+        self._records = Records(metrics, f"scorer {current_rank().rank}")
         self._seed, self._deadline_s = seed, deadline_s
         self._process = RewardProcess(task_spec, task_args, seed)
         self._others: dict[str, RewardProcess] = {}  # of tasks that are only evaluated
@@ -31,17 +35,20 @@ class Scorer(Actor):
     @concurrent_endpoint
     async def score(self, prompt: Prompt, completions: list[str], task: TaskSpec | None = None) -> list[Score]:
         """One score per completion, in order, by the task that is trained or by another."""
+        self._records.soon()
         process = self._of(task)
         return [await process.score(prompt, completion, self._deadline_s) for completion in completions]
 
     @concurrent_endpoint
     async def observe(self, prompt: Prompt, turns: list[str], task: TaskSpec | None = None) -> Observation:
         """What the environment answers to the last of an episode's turns."""
+        self._records.soon()
         return await self._of(task).observe(prompt, turns, self._deadline_s)
 
     @endpoint
     async def shut(self) -> None:
         """Ends the reward process; scores in progress get an error."""
+        self._records.send()
         for process in (self._process, *self._others.values()):
             await process.close()
 

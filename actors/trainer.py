@@ -94,7 +94,7 @@ class Trainer(Actor):
         self._publish(version)
 
     @endpoint
-    def step(self, step: int) -> tuple[dict[str, float], list[timeline.Span]]:
+    def step(self, step: int) -> tuple[dict[str, float], list[timeline.Record]]:
         """Take this rank's shard of batch `step`, do one optimizer step, stage the result when it is due."""
         started = time.perf_counter()
         with timeline.span("wait"):
@@ -107,8 +107,7 @@ class Trainer(Actor):
         if self._rank == 0:
             self._buffer.trained.broadcast(step)
         if step % self._config.weights.every == 0 or step == self._config.steps:
-            with timeline.span("stage"):
-                self._publish(Version(0, step))
+            self._publish(Version(0, step))
         now = time.perf_counter()
         times = {
             "time/step_s": now - started,
@@ -150,4 +149,5 @@ class Trainer(Actor):
     def _publish(self, version: Version) -> None:
         from monarch_rl.models import local_shards
 
-        self._ring.publish(local_shards(self._learner.model), version)
+        with timeline.span("stage", version=str(version)):
+            self._ring.publish(local_shards(self._learner.model), version)

@@ -2,32 +2,57 @@
 
 Of each process the busiest thread is shown beside the others: the engine's thread in a generator, the one that computes in a
 trainer. `py-spy record --pid` shows what is inside; `ps e` tells which process is which.
+
+A second table holds what the run says of its idle time against what the kernel says: a process that is not idle computes, or waits for
+a core. The kernel knows both of a thread.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks.common import JOB, Job, JobFailed, Row, arguments, report, table
 from monarch_rl.cluster.local import ROLE
+from monarch_rl.observe.gantt import read_lanes
 
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-Threads = dict[int, float]
-"""Thread → CPU seconds since its start."""
+
+class Ran(NamedTuple):
+    """By one thread, since its start."""
+
+    cpu_s: float
+    queued_s: float
+    """ready to run, while every core was taken"""
+
+
+Threads = dict[int, Ran]
+
+
+@dataclass(frozen=True)
+class Look:
+    """At all threads of a run."""
+
+    at_ns: int
+    """Unix time"""
+    processes: dict[str, Threads]
 
 
 @dataclass(frozen=True)
 class Spent:
-    """By one process, between two moments."""
+    """By one process, between two looks."""
 
     role: str
     busiest_s: float
     others_s: float
+    queued_s: float
+    """of the busiest thread"""
 
 
 def main() -> None:
@@ -40,37 +65,65 @@ def main() -> None:
         first, last = watch(process, options.runs / "metrics.jsonl")
     if process.returncode:
         raise JobFailed(f"{' '.join(command)} ended with {process.returncode}")
-    show(spent(first, last), Job(options.runs), options.out)
+    job = Job(options.runs)
+    processes = spent(first, last)
+    show(processes, job, idle(processes, job, first.at_ns, last.at_ns), options.out)
 
 
-def watch(process: subprocess.Popen[bytes], metrics: Path) -> tuple[dict[str, Threads], dict[str, Threads]]:
-    """CPU time of every process when row 0 was there, and when the latest row was."""
-    first: dict[str, Threads] = {}
-    last: dict[str, Threads] = {}
+def watch(process: subprocess.Popen[bytes], metrics: Path) -> tuple[Look, Look]:
+    """When row 0 was there, and when the latest row was."""
+    first = last = Look(0, {})
     rows = 0
     while process.poll() is None:
         time.sleep(0.05)
         found = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
         if found > rows:
             rows, last = found, snapshot(process.pid)
-            first = first or last
+            first = first if first.processes else last
     return first, last
 
 
-def snapshot(controller: int) -> dict[str, Threads]:
+def snapshot(controller: int) -> Look:
     roles = {pid: role for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if (role := _role(pid, controller))}
-    return {role: _threads(pid) for pid, role in roles.items()}
+    return Look(time.time_ns(), {role: _threads(pid) for pid, role in roles.items()})
 
 
-def spent(first: dict[str, Threads], last: dict[str, Threads]) -> list[Spent]:
+def spent(first: Look, last: Look) -> list[Spent]:
     def of(role: str) -> Spent:
-        threads = sorted(cpu - first.get(role, {}).get(thread, 0.0) for thread, cpu in last[role].items())
-        return Spent(role, threads[-1], sum(threads[:-1]))
+        before, none = first.processes.get(role, {}), Ran(0.0, 0.0)
+        threads = [
+            (ran.cpu_s - before.get(at, none).cpu_s, ran.queued_s - before.get(at, none).queued_s)
+            for at, ran in last.processes[role].items()
+        ]
+        busiest, *others = sorted(threads, reverse=True)
+        return Spent(role, busiest[0], sum(cpu_s for cpu_s, _ in others), busiest[1])
 
-    return sorted([of(role) for role in last if last[role]], key=lambda each: each.busiest_s + each.others_s, reverse=True)
+    return sorted(
+        [of(role) for role, threads in last.processes.items() if threads], key=lambda each: each.busiest_s + each.others_s, reverse=True
+    )
 
 
-def show(processes: list[Spent], job: Job, out: Path | None) -> None:
+def idle(processes: list[Spent], job: Job, start_ns: int, end_ns: int) -> list[tuple[str, float, float, float]]:
+    """Of trainers and generators, as shares of the time between the looks: (process, by metrics.jsonl, timeline.json, the kernel)."""
+    begun_ns = json.loads((job.folder / "timeline.json").read_text())["otherData"]["start_unix_ns"]
+    lanes = {lane.name: lane for lane in read_lanes(job.folder / "timeline.json")}
+    found = []
+    for process in processes:
+        name = process.role.removesuffix(" 0").replace("_", " ") if process.role.startswith("generator_") else process.role
+        kind = name.partition(" ")[0]
+        if kind in ("trainer", "generator"):
+            drawn = lanes[name].idle(start_ns - begun_ns, end_ns - begun_ns)
+            ran = (process.busiest_s + process.queued_s) / ((end_ns - start_ns) / 1e9)
+            found.append((name, _said(job, f"idle/{kind}"), drawn, 1 - ran))
+    return found
+
+
+def _said(job: Job, key: str) -> float:
+    """Mean over the time of a figure of metrics.jsonl, which is about the time since the row before."""
+    return sum(row[key] * (row["wall_s"] - before["wall_s"]) for before, row in pairwise(job.rows)) / job.wall_s
+
+
+def show(processes: list[Spent], job: Job, idle: list[tuple[str, float, float, float]], out: Path | None) -> None:
     steps, total = len(job.rows) - 1, sum(p.busiest_s + p.others_s for p in processes)
 
     def share(seconds: float) -> str:
@@ -79,7 +132,9 @@ def show(processes: list[Spent], job: Job, out: Path | None) -> None:
     rows = [(p.role, share(p.busiest_s), share(p.others_s)) for p in processes]
     text = f"{total:.1f} CPU-seconds in {steps} steps and {job.wall_s:.1f} s: {total / steps:.2f} for a step"
     by_process = {p.role: [p.busiest_s, p.others_s] for p in processes}
-    result: Row = {"cpu_s": total, "steps": steps, "wall_s": job.wall_s, "processes": by_process}
+    result: Row = {"cpu_s": total, "steps": steps, "wall_s": job.wall_s, "processes": by_process, "idle": idle}
+    shares = [(name, f"{said:.1%}", f"{drawn:.1%}", f"{ran:.1%}") for name, said, drawn, ran in idle]
+    text += "\n\n" + table(("idle", "metrics.jsonl", "timeline.json", "neither running nor waiting for a core"), shares)
     report(out, table(("process", "busiest thread", "its other threads"), rows) + "\n\n" + text, result)
 
 
@@ -100,8 +155,8 @@ def _threads(pid: int) -> Threads:
     found = {}
     try:
         for thread in os.listdir(f"/proc/{pid}/task"):
-            fields = Path(f"/proc/{pid}/task/{thread}/stat").read_text().rpartition(")")[2].split()
-            found[int(thread)] = (int(fields[11]) + int(fields[12])) * TICK_S
+            ran_ns, queued_ns, _ = Path(f"/proc/{pid}/task/{thread}/schedstat").read_text().split()
+            found[int(thread)] = Ran(int(ran_ns) / 1e9, int(queued_ns) / 1e9)
     except OSError:  # it ends
         pass
     return found

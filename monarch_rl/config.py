@@ -22,6 +22,7 @@ from monarch_rl.cluster_config import ClusterConfig
 LossName = Literal["reinforce", "grpo", "dapo"]
 AdvantageName = Literal["mean", "grpo", "rloo"]
 CorrectionName = Literal["none", "tis"]
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 @dataclass
@@ -164,6 +165,8 @@ class Config:
     """go on from a checkpoint: latest (of output_dir; a new run where there is none), or the path of one; none: a new run"""
     close_deadline_s: float = 10.0
     """seconds that an orderly close may take before processes are ended"""
+    trackers: list[TrackerName] = field(default_factory=list)
+    """places beside metrics.jsonl that get every row: trackers=[tensorboard, wandb, trackio]"""
     task: Any = "arithmetic"
     """a built-in task, reasoning_gym:NAME, path/to/file.py:NAME, or a mixture: [{name: arithmetic, weight: 3, args: {}}, ...]"""
     task_args: dict[str, Any] = field(default_factory=dict)
@@ -221,7 +224,7 @@ class Key:
         if get_origin(self.hint) is tuple:
             return f"{len(get_args(self.hint))} numbers"
         if get_origin(self.hint) is list:
-            return "texts"
+            return "list"
         if self.hint is Any:
             return "str, list"
         return str(self.hint.__name__)
@@ -233,6 +236,8 @@ class Key:
             return f"one of {', '.join(self.choices)}"
         if self.free:
             return f"a mapping, e.g. {self.name}.name=value"
+        if get_origin(self.hint) is list:
+            return f"a list of {', '.join(get_args(get_args(self.hint)[0])) or 'values'}"
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
         return words.get(self.hint, f"a list of {self.kind}")
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, tensor_shapes, unpack
+from monarch_rl.observe import timeline
 from monarch_rl.types import Generation, Sampling, Version
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+SHOWN_IDLE_S = 0.001
+"""Shorter sleeps are not in the timeline."""
 COLDEST = 0.01
 """vLLM raises lower temperatures to this one without saying so."""
 
@@ -263,7 +266,10 @@ class Engine:
     def _sleep(self) -> Callable[[], None] | None:
         start = time.perf_counter()
         job = self._jobs.get()
-        self._idle_s += time.perf_counter() - start
+        slept_s, now_ns = time.perf_counter() - start, time.time_ns()
+        self._idle_s += slept_s
+        if slept_s >= SHOWN_IDLE_S:
+            timeline.add(timeline.Span("idle", now_ns - int(slept_s * 1e9), now_ns))
         return job
 
     def _step(self) -> None:

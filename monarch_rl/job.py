@@ -14,7 +14,7 @@ from monarch_rl.cluster.hosts import look
 from monarch_rl.cluster.placement import host_count, hosts_by_role, place
 from monarch_rl.config import Config, UserError, label
 from monarch_rl.configure import write
-from monarch_rl.observe import console
+from monarch_rl.observe import console, trackers
 from monarch_rl.rendering import Renderer
 from monarch_rl.running import Halted
 from monarch_rl.session import Session
@@ -43,10 +43,10 @@ def run(config: Config) -> int:
             return interrupt.exit_code
         if not isinstance(error, Exception) or (isinstance(error, UserError) and error.__cause__ is None):
             raise
-        return _failed(error, output_dir)
+        return failed(error, output_dir)
 
 
-def _failed(error: Exception, output_dir: Path) -> int:
+def failed(error: Exception, output_dir: Path) -> int:
     """One line on the console, the rest in error.log."""
     output_dir.mkdir(parents=True, exist_ok=True)
     log = output_dir / "error.log"
@@ -123,6 +123,7 @@ def check(config: Config) -> tuple[Renderer, Task, Prompt, list[int]]:
         UserError: names the key and what is wrong with it.
     """
     hosts_by_role(config, host_count(config))
+    trackers.check(config.trackers)
     renderer = Renderer.of(config.model)
     try:
         task = load_task(config.task, config.task_args, config.seed)

@@ -44,6 +44,10 @@ class Meshes:
     def __getitem__(self, name: str) -> ProcMesh:
         return self._meshes[name][0]
 
+    def processes(self) -> dict[str, Process]:
+        """The actor of each mesh that can end it and tell its time."""
+        return {name: process for name, (_, process) in self._meshes.items()}
+
     def watch(self) -> None:
         """Hear of deaths from now on. Monarch has one hook for it in a process, so this is for one session at a time."""
         import monarch.actor

@@ -15,7 +15,10 @@ from monarch_rl.observe import console
 from monarch_rl.observe.live import make_console
 from monarch_rl.observe.metrics import GeneratorFigures, GeneratorReport, MetricsFile
 from monarch_rl.observe.report import write_report
-from monarch_rl.observe.timeline import Span, Trace
+from monarch_rl.observe.status import State, StatusFile
+from monarch_rl.observe.timeline import Record, Span
+from monarch_rl.observe.trace import Trace
+from monarch_rl.observe.trackers import Trackers
 from monarch_rl.supervise import answer
 from monarch_rl.types import Version
 
@@ -39,7 +42,9 @@ class Records:
         self._started = time.monotonic()
         self._queue: asyncio.Queue[tuple[int, Mapping[str, float]]] = asyncio.Queue()
         self._figures = GeneratorFigures()
-        self._trace = Trace()
+        self.trace = Trace(self._output_dir / "timeline.json")
+        self._trackers = Trackers(config)
+        self._status = StatusFile(self._output_dir)
         self._evaluated: dict[str, Any] = {}
         self._file: MetricsFile | None = None
         self._looked = 0.0
@@ -98,16 +103,28 @@ class Records:
             self.spans(lane, recorded)
         self.console.reports(self.step, self.reports)
 
-    def spans(self, lane: str, spans: list[Span]) -> None:
+    def spans(self, lane: str, records: list[Record]) -> None:
+        spans = [record for record in records if isinstance(record, Span)]
         self.recent.setdefault(lane, deque(maxlen=RECENT)).extend(spans)
-        self._trace.add(lane, spans)
+        self.trace.add(lane, records)
         self.console.spans(lane, spans)
 
-    def close(self) -> None:
+    def start(self) -> None:
+        """Show something, and say in the output folder that the run goes on."""
+        self.console.start()
+        self._status.start()
+
+    def ends(self, state: State, reason: str = "") -> None:
+        """How the run is going to be called when it is closed."""
+        self._status.ends(state, reason)
+
+    async def close(self) -> None:
         self.console.close()
+        await asyncio.to_thread(self._trackers.close)
         if self._file is not None:
             self._file.close()
-        self._trace.write(self._output_dir / "timeline.json")
+        self.trace.close()
+        self._status.close()
         write_report(self._output_dir)
 
     async def _write(self, step: int, stats: Mapping[str, float]) -> None:
@@ -121,6 +138,7 @@ class Records:
         evaluated, self._evaluated = self._evaluated, {}
         self.rows.append(row | evaluated)
         self._file.write(self.rows[-1])
+        self._trackers.row(self.rows[-1])
         self.console.row(self.rows[-1])
         every = self._config.console.rollouts_every
         if every and step and step % every == 0:

@@ -1,6 +1,6 @@
 """The command line: `python -m monarch_rl.run recipe=NAME [key=value …]`, also installed as `monarch-rl`.
 
-Settles the configuration, then hands over to `job`; nothing heavy is imported before that.
+Settles the configuration, then hands over to `job`, or to a command of `commands`; nothing heavy is imported before that.
 """
 
 from __future__ import annotations
@@ -9,18 +9,18 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from monarch_rl import commands
 from monarch_rl.config import Config, UserError
 from monarch_rl.configure import Resolved, help_table, load, provenance_table, recipe_names
 
 USAGE = """\
-usage:   python -m monarch_rl.run recipe=NAME [key=value ...] [option ...]
-         python -m monarch_rl.run worker --address tcp://HOST:PORT
+usage:   python -m monarch_rl.run recipe=NAME [key=value ...] [option ...], or COMMAND ...
 example: python -m monarch_rl.run recipe=grpo_qwen steps=20 trainer.lr=1e-4
-options: --print, --dry-run, --help"""
+options: --print, --dry-run, --help; commands: report, watch, eval, export, worker"""
 
 HELP = """
   recipe=NAME   ./recipes/NAME.yaml, else the recipe of that name that comes with
@@ -28,8 +28,10 @@ HELP = """
                 of an earlier run. From here: {recipes}
   --print       show every value and where it came from, then exit
   --dry-run     check paths, tokenizer, reward and placement, then exit
-  --help        this text
-  worker        lend this host to a run with cluster.kind=attach (worker --help)
+  --help        this text; COMMAND --help tells about a command
+
+Commands, instead of training:
+{commands}
 
 Where a key is set more than once, the last of these counts: default, recipe,
 its profile, command line."""
@@ -40,34 +42,31 @@ FLAGS = {"-h", "--help", "--print", "--dry-run"}
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code: 0, 2 for a user's mistake, 130 for Ctrl-C, else the run's."""
     arguments = sys.argv[1:] if argv is None else list(argv)
-    if arguments[:1] == ["worker"]:
-        return _worker(arguments[1:])
     if not arguments:
         print(USAGE, file=sys.stderr)
         return 2
+    if arguments[0] in commands.COMMANDS:
+        return _guarded(lambda: commands.run(arguments[0], arguments[1:]))
     flags = FLAGS.intersection(arguments)
     if flags & {"-h", "--help"}:
         width = shutil.get_terminal_size(fallback=(120, 24)).columns
-        _show(USAGE, HELP.format(recipes=", ".join(recipe_names())), help_table(width))
+        _show(USAGE, HELP.format(commands=commands.listed(), recipes=", ".join(recipe_names())), help_table(width))
         return 0
+    if "=" not in arguments[0] and not arguments[0].startswith("-"):
+        return _guarded(lambda: commands.unknown(arguments[0]))
+    settings = [argument for argument in arguments if argument not in FLAGS]
+    return _guarded(lambda: _start(load(settings), flags, settings))
+
+
+def _guarded(work: Callable[[], int]) -> int:
+    """The exit code of some work; a user's mistake is one line."""
     try:
-        settings = [argument for argument in arguments if argument not in FLAGS]
-        return _start(load(settings), flags, settings)
+        return work()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-
-
-def _worker(arguments: Sequence[str]) -> int:
-    from monarch_rl.cluster.worker import main as lend
-
-    try:
-        return lend(arguments)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
 
 
 def _start(resolved: Resolved, flags: set[str], settings: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from monarch_rl import checkpoint
+from monarch_rl.clocks import clock_offsets
 from monarch_rl.config import Config
 from monarch_rl.evaluation import Evaluated, evaluate
 from monarch_rl.ledger import Progress
@@ -147,6 +148,7 @@ class Running:
 
         await self._meshes.alive("trainer processes", setup_torch_elastic_env_async(self._meshes["trainer"]))
         await self._meshes.alive("trainers (model load)", self._trainers.setup.call().as_asyncio())
+        self._records.trace.offsets_ns |= await clock_offsets(self._meshes.processes())
         if found is not None:
             await self._meshes.alive("trainers (checkpoint)", self._trainers.restore.call(found).as_asyncio())
 
@@ -165,9 +167,12 @@ class Running:
         self._buffer = meshes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config, progress)
         self._trainers = meshes["trainer"].spawn("trainer", Trainer, config, self._buffer)
         self._publishers = meshes["trainer"].spawn("publisher", Publisher)
-        scorers = meshes["scorer"].spawn("scorer", Scorer, config.task, config.task_args, config.seed, config.scorer.deadline_s)
+        judged_by = config.task, config.task_args, config.seed, config.scorer.deadline_s
+        scorers = meshes["scorer"].spawn("scorer", Scorer, *judged_by, metrics)
         self._scorers = [scorers.slice(worker=i) for i in range(config.scorer.workers)]
-        self._rollouts = meshes["rollout"].spawn("rollout", RolloutWorker, config, self._buffer, self._replicas.live, self._scorers)
+        self._rollouts = meshes["rollout"].spawn(
+            "rollout", RolloutWorker, config, self._buffer, self._replicas.live, self._scorers, metrics
+        )
         self._records.begin(progress.step, metrics, self._buffer)
 
     async def _shut(self, deadline_s: float) -> None:

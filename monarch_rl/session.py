@@ -15,7 +15,7 @@ from monarch_rl.evaluation import Evaluated
 from monarch_rl.meshes import START_DEADLINE_S, ActorDied
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.running import STOP_S, Halted, Running
-from monarch_rl.supervise import answer, ended, root
+from monarch_rl.supervise import answer, cause, ended, root
 from monarch_rl.tables import Samples, Table
 from monarch_rl.types import Sampling
 
@@ -48,7 +48,7 @@ class Session(Running):
         check(self.config)
         make_output_dir(self.config)
         try:
-            self._records.console.start()
+            self._records.start()
             self._state = "starting"
             await self._start()
         except BaseException as error:
@@ -61,10 +61,13 @@ class Session(Running):
 
     async def __aexit__(self, _: object, error: BaseException | None, *__: object) -> None:
         """Raises ActorDied in place of the errors that a death has caused in others."""
+        if error is not None and not isinstance(error, asyncio.CancelledError):
+            self._records.ends("failed", cause(error))
         try:
             if isinstance(error, Exception) and not isinstance(root(error), UserError):
                 died = await self._meshes.death()
                 if died is not None and died is not error:
+                    self._records.ends("failed", str(died))
                     raise ActorDied(str(died)) from error
         finally:
             await self.close()
@@ -83,7 +86,7 @@ class Session(Running):
                     await self._shut(deadline_s / 4)
         self._records.console.close()
         await self._meshes.close(max(1.0, ended - asyncio.get_running_loop().time()), STOP_S)
-        self._records.close()
+        await self._records.close()
         self._state = "closed"
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -102,6 +105,8 @@ class Session(Running):
         try:
             await loop.train(self, until)
             self._state = "done" if self.version.step >= self.config.steps else "ready"
+            if self._state == "done":
+                self._records.ends("done")
         except BaseException as error:
             self._state = "interrupted" if isinstance(error, (asyncio.CancelledError, Halted)) else f"failed: {root(error)}"
             raise

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from monarch_rl.config import Config, label
 from monarch_rl.observe import console
+from monarch_rl.observe.charts import WEIGHTS, WORK
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.observe.panels import Picture, Replica, View, render
 from monarch_rl.observe.timeline import Span
@@ -28,30 +29,32 @@ from monarch_rl.types import Group
 
 PAINT_S = 0.5
 """Between two paintings."""
+SHOWN = {*WORK, *WEIGHTS}
+"""Spans that have a place in a lane; the timeline has more."""
 LATELY_S = 5.0
 """Over which a generator's speed and idle share are taken."""
 PIPE_BYTES = 1 << 20
 
 
-def make_console(config: Config) -> console.Console:
-    """The live display where there is a terminal for it, else plain lines."""
-    return LiveConsole(config) if console.is_live(sys.stdout, os.environ) else console.PlainConsole(config.steps)
+def make_console(config: Config, started: float | None = None) -> console.Console:
+    """The live display where there is a terminal for it, else plain lines. `started`: Unix time of a run that began before."""
+    return LiveConsole(config, started) if console.is_live(sys.stdout, os.environ) else console.PlainConsole(config.steps)
 
 
 class LiveConsole:
     """The live display on this process's stdout, which must be a terminal."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, started: float | None = None) -> None:
         buffer = config.buffer
         ahead = buffer.max_age + 1 - (buffer.window - 1) / buffer.prompts_per_step
         title = f"{config.recipe or 'monarch_rl'}  {config.model.path} · {label(config.task)} · {config.output_dir}"
         self._view = View(title, config.steps, buffer.max_age, ahead, evaluates=config.eval.prompts > 0)
         self._meters: dict[int, Meter] = {}
-        self._started = time.monotonic()
+        self._ago_s = time.time() - started if started else 0.0
         self._painting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._started = time.monotonic()
+        self._started = time.monotonic() - self._ago_s
         self._printed = Printed(self.say)
         self._terminal = Console(file=self._printed.terminal, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._live = Live(console=self._terminal, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
@@ -74,7 +77,8 @@ class LiveConsole:
             self._view.replicas[report.replica] = meter.read(now, step, report)
 
     def spans(self, lane: str, spans: Iterable[Span]) -> None:
-        self._view.lanes.add(lane, spans)
+        if shown := [span for span in spans if span.name in SHOWN]:
+            self._view.lanes.add(lane, shown)
 
     def rollouts(self, groups: Iterable[Group]) -> None:
         self._view.samples, self._view.samples_step = list(groups), self._view.step

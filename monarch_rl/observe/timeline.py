@@ -1,15 +1,22 @@
-"""Spans of all processes on one clock, written as a Chrome trace (opens in Perfetto)."""
+"""What a process did when: spans and levels, kept in the process until somebody drains them. Written to a file by `trace.py`."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+KEPT = 100_000
+"""Records of a process that nobody drains."""
+TOGETHER_NS = 2_000_000
+"""Spans of one kind with less than this between them can be told as one."""
+COUNT_EVERY_NS = 50_000_000
+"""Between two records of one level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +29,19 @@ class Span:
     args: Mapping[str, Any] | None = None
 
 
-_SPANS: list[Span] = []
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Some levels at one moment."""
+
+    name: str
+    at_ns: int
+    values: Mapping[str, float]
+
+
+Record = Span | Count
+
+_RECORDS: deque[Record] = deque(maxlen=KEPT)
+_COUNTS: dict[str, Count] = {}
 _LOCK = threading.Lock()
 
 
@@ -36,37 +55,44 @@ def span(name: str, **args: Any) -> Iterator[None]:
         add(Span(name, start_ns, time.time_ns(), args or None))
 
 
-def add(recorded: Span) -> None:
+def add(recorded: Record) -> None:
     with _LOCK:
-        _SPANS.append(recorded)
+        _RECORDS.append(recorded)
 
 
-def drain() -> list[Span]:
-    """The spans that this process recorded since the last call."""
+def add_one_of_many(name: str, start_ns: int, end_ns: int) -> None:
+    """Record a span that may be short and frequent: it lengthens the one just before it, whose `times` counts them."""
     with _LOCK:
-        spans = _SPANS[:]
-        _SPANS.clear()
-    return spans
+        last = _RECORDS[-1] if _RECORDS else None
+        times = 1
+        if isinstance(last, Span) and last.name == name and start_ns - last.end_ns < TOGETHER_NS:
+            _RECORDS.pop()
+            start_ns, times = last.start_ns, 1 + (last.args or {"times": 1})["times"]
+        _RECORDS.append(Span(name, start_ns, end_ns, {"times": times}))
 
 
-class Trace:
-    """Collects spans by lane (one per actor process) and writes them as one file."""
+def count(name: str, **values: float) -> None:
+    """Record levels where they have changed; those that change often are recorded now and then."""
+    now_ns, last = time.time_ns(), _COUNTS.get(name)
+    if last is None or (now_ns - last.at_ns >= COUNT_EVERY_NS and values != last.values):
+        _COUNTS[name] = Count(name, now_ns, values)
+        add(_COUNTS[name])
 
-    def __init__(self) -> None:
-        self._events: list[dict[str, Any]] = []
-        self._lanes: dict[str, int] = {}
 
-    def add(self, lane: str, spans: Iterable[Span]) -> None:
-        pid = self._lane(lane)
-        for s in spans:
-            event = {"ph": "X", "pid": pid, "tid": 0, "name": s.name, "ts": s.start_ns / 1e3, "dur": (s.end_ns - s.start_ns) / 1e3}
-            self._events.append(event | ({"args": dict(s.args)} if s.args else {}))
+def kernel() -> str:
+    """Names the running kernel, whose processes share one clock."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
-    def write(self, path: Path) -> None:
-        path.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ms"}))
 
-    def _lane(self, lane: str) -> int:
-        if lane not in self._lanes:
-            self._lanes[lane] = len(self._lanes)
-            self._events.append({"ph": "M", "pid": self._lanes[lane], "name": "process_name", "args": {"name": lane}})
-        return self._lanes[lane]
+def ahead_ns(asked: Sequence[tuple[int, int, int]]) -> int:
+    """How far another clock is ahead of ours, from (ours when asked, its answer, ours when it came): the quickest answer knows best."""
+    sent, answer, came = min(asked, key=lambda each: each[2] - each[0])
+    return answer - (sent + came) // 2
+
+
+def drain() -> list[Record]:
+    """What this process recorded since the last call."""
+    with _LOCK:
+        records = list(_RECORDS)
+        _RECORDS.clear()
+    return records

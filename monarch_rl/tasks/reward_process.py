@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from asyncio.subprocess import Process
 from collections.abc import Sequence
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -23,6 +24,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import cloudpickle
 
 from monarch_rl.config import UserError, label
+from monarch_rl.observe import timeline
 from monarch_rl.tasks import Completion, Observation, Score, Task, TaskSpec, load_task
 from monarch_rl.types import Message, Prompt
 
@@ -33,6 +35,10 @@ PR_SET_PDEATHSIG = 1
 Call = Literal["reward", "observe"]
 FAULT: dict[Call, str] = {"reward": "RewardError", "observe": "ObserveError"}
 """What an episode's error begins with."""
+
+
+SPANS: dict[Call, str] = {"reward": "score", "observe": "observe"}
+"""What the timeline calls a call."""
 
 
 class Unusable(Exception):
@@ -69,7 +75,7 @@ class RewardProcess:
 
     async def _call(self, what: Call, prompt: Prompt, said: str | tuple[str, ...], deadline_s: float) -> tuple[Any, str | None]:
         async with self._turn:
-            child = await self._started()
+            child, start_ns = await self._started(), time.time_ns()
             try:
                 answer: tuple[Any, str | None] = await self._ask(child, (what, prompt, said), deadline_s)
                 return answer
@@ -77,6 +83,8 @@ class RewardProcess:
                 return None, f"deadline of {deadline_s:g} s passed"
             except ChildProcessError as error:
                 return None, f"{FAULT[what]}: the reward's process died ({error})"
+            finally:
+                timeline.add_one_of_many(SPANS[what], start_ns, time.time_ns())
 
     async def close(self) -> None:
         """Ends the child at once; a score in progress gets an error, later ones raise RuntimeError."""

@@ -21,7 +21,7 @@ from monarch_rl.ledger import AgeError
 from monarch_rl.types import NOT_SAMPLED, Episode, Group, Lease, Prompt, Shard, Version
 from tests.actors.buffer_actors import Bystander
 
-TASK = '''
+TASK = """
 import time
 from monarch_rl.tasks import Task
 from monarch_rl.types import Prompt
@@ -37,7 +37,7 @@ class Count(Task):
         return Prompt(ordinal, f"{split} {ordinal}")
     def reward(self, prompt, completion):
         return 0.0
-'''
+"""
 
 NUMBER = itertools.count()
 Make = Callable[..., Any]

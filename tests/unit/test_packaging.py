@@ -56,6 +56,7 @@ def test_dev_lock_holds_every_line_of_the_cpu_lock() -> None:
         ("cpu.txt", PYPROJECT["project"]["dependencies"] + PYPROJECT["project"]["optional-dependencies"]["cpu"]),
         ("dev.txt", [line for line in PYPROJECT["dependency-groups"]["dev"] if isinstance(line, str)]),
         ("dev.txt", PYPROJECT["project"]["optional-dependencies"]["notebook"]),
+        ("dev.txt", PYPROJECT["project"]["optional-dependencies"]["track"]),
         ("dev.txt", ENVS),
         ("envs.txt", ENVS),
     ],

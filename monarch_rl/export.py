@@ -1,0 +1,118 @@
+"""The newest weights of a run as a Hugging Face directory."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from monarch_rl.config import UserError
+from monarch_rl.configure import load
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PREFIX = "step_"
+WEIGHTS = "model.causal_lm."
+"""What the names of weights in a checkpoint begin with."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Where the newest weights of a run are."""
+
+    path: Path
+    step: int
+    is_checkpoint: bool
+    """a folder of torch's distributed checkpoint; else a Hugging Face directory"""
+
+
+def newest(output_dir: Path) -> Weights:
+    """The newer of the model that a run left at its end and its last checkpoint.
+
+    Raises:
+        UserError: there is neither.
+    """
+    found = [_checkpoint(path) for path in (output_dir / "checkpoints").glob(f"{PREFIX}*") if (path / ".metadata").is_file()]
+    model = output_dir / "model"
+    if (model / "config.json").is_file():
+        found.append((_written(model / "config.json"), Weights(model, _last_step(output_dir), False)))
+    if not found:
+        raise UserError(f"{output_dir} holds no weights yet: neither model/ nor a checkpoint in checkpoints/")
+    return max(found, key=lambda each: each[0])[1]
+
+
+def export(output_dir: Path, to: Path | None = None, dtype: str | None = None) -> Path:
+    """Write the newest weights to `to`, in `dtype` (None: the run's `model.dtype`); the directory.
+
+    Raises:
+        UserError: there are none, or the directory is in use.
+    """
+    weights = newest(output_dir)
+    to = to or output_dir / "export"
+    if to.exists() and (not to.is_dir() or any(to.iterdir())):
+        raise UserError(f"{to} is not empty; choose another folder with --to")
+    model = load([f"recipe={output_dir / 'config.yaml'}", f"output_dir={output_dir}"]).config.model
+    _write(weights, model.path, to, dtype or model.dtype)
+    return to
+
+
+def _write(weights: Weights, base: str, to: Path, dtype: str) -> None:
+    import torch
+    from transformers import AutoTokenizer
+
+    from monarch_rl.models import load_causal_lm, resolve_path
+
+    causal_lm: Any = load_causal_lm(base if weights.is_checkpoint else str(weights.path), getattr(torch, dtype))
+    if weights.is_checkpoint:
+        fill(causal_lm, read_checkpoint(weights.path), weights.path)
+    causal_lm.save_pretrained(to)
+    AutoTokenizer.from_pretrained(resolve_path(base)).save_pretrained(to)
+
+
+def read_checkpoint(path: Path) -> dict[str, Tensor]:
+    """The weights in a folder of torch's distributed checkpoint, whole, by their Hugging Face names; of the optimizer nothing is read."""
+    import torch
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load as read
+
+    reader = FileSystemReader(path)
+    state = {
+        name: torch.empty(found.size, dtype=found.properties.dtype)
+        for name, found in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith(WEIGHTS) and isinstance(found, TensorStorageMetadata)
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be here
+        read(state, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(WEIGHTS): weight for name, weight in state.items()}
+
+
+def fill(causal_lm: Any, weights: dict[str, Tensor], path: Path) -> None:
+    """Put the weights of a checkpoint into a model. Raises UserError: they are of another model."""
+    own = dict(causal_lm.named_parameters())
+    lacking = sorted(own.keys() - weights.keys())
+    if lacking:
+        raise UserError(f"{path}: the checkpoint lacks {len(lacking)} weights of the model, e.g. {lacking[0]}")
+    for name, parameter in own.items():
+        if parameter.shape != weights[name].shape:
+            raise UserError(f"{path}: {name} is {list(weights[name].shape)} there and {list(parameter.shape)} in the model")
+        parameter.data.copy_(weights[name])
+
+
+def _checkpoint(path: Path) -> tuple[float, Weights]:
+    number = path.name.removeprefix(PREFIX)
+    return _written(path / ".metadata"), Weights(path, int(number) if number.isdigit() else 0, True)
+
+
+def _written(file: Path) -> float:
+    return file.stat().st_mtime
+
+
+def _last_step(output_dir: Path) -> int:
+    from monarch_rl.observe.report import read_rows
+
+    rows = read_rows(output_dir / "metrics.jsonl", last_bytes=1 << 20)
+    return int(rows[-1]["step"]) if rows else 0
