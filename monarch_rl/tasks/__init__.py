@@ -10,7 +10,9 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import pickle
 import random
+import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -19,6 +21,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, Protocol, Self
 
 from monarch_rl.config import UserError
+from monarch_rl.supervise import cause
 from monarch_rl.types import Message, Prompt, Split
 
 BUILT_IN = {"arithmetic": "Arithmetic", "calculator": "Calculator", "gsm8k": "GSM8K"}
@@ -86,6 +89,47 @@ class Observation(NamedTuple):
 
     content: str | list[Message] | None
     error: str | None = None
+
+
+class PromptError(Exception):
+    """The task could not make a prompt; the message names task, ordinal and cause."""
+
+
+def make_prompt(task: Task, ordinal: int, split: Split) -> Prompt:
+    """`task.prompt`, whose result is looked at before it goes on its way.
+
+    Raises:
+        UserError: the task's own. PromptError: anything else that it raises, or what cannot be a prompt.
+    """
+    try:
+        prompt = task.prompt(ordinal, split)
+    except (UserError, PromptError):
+        raise
+    except Exception as error:
+        raise PromptError(f"task {task.name}: prompt {ordinal} cannot be made: {type(error).__name__}: {cause(error)}") from error
+    if fault := _fault(prompt, ordinal):
+        raise PromptError(f"task {task.name}: prompt {ordinal} {fault}")
+    return prompt
+
+
+def _fault(prompt: Any, ordinal: int) -> str:
+    """What is wrong with what a task calls a prompt, as the end of a sentence; empty: nothing."""
+    if not isinstance(prompt, Prompt):
+        return f"is {reprlib.repr(prompt)}, not a Prompt"
+    if prompt.ordinal != ordinal:
+        return f"says that it is prompt {prompt.ordinal}"
+    if not isinstance(prompt.content, str) and not is_conversation(prompt.content):
+        return f"asks {reprlib.repr(prompt.content)}, which is neither text nor a list of messages with role and content"
+    try:
+        pickle.dumps(prompt)  # it goes from process to process
+    except Exception as error:
+        return f"has an answer that cannot be pickled: {cause(error)}"
+    return ""
+
+
+def is_conversation(content: Any) -> bool:
+    """Whether it is a list of messages."""
+    return isinstance(content, list) and bool(content) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in content)
 
 
 def has_environment(task: Task) -> bool:
