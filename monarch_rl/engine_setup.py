@@ -143,7 +143,8 @@ def _cpu_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(arguments["model"]).get_text_config()
-    _check_heads(_head_size(config))
+    if not hasattr(config, "kv_lora_rank"):  # latent attention has heads of other kinds
+        _check_heads(_head_size(config))
     context = int(arguments.get("max_model_len", min(config.max_position_embeddings, CPU_CONTEXT)))
     defaults = {
         "enforce_eager": True,

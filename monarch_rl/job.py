@@ -123,7 +123,7 @@ class Interrupt:
         deadline = threading.Timer(self._close_deadline_s, self._end, (session,))
         deadline.daemon = True
         deadline.start()
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(UserError):
             console.say(f"closing (at most {self._close_deadline_s:g} s; once more to end at once)")
 
     def _end(self, session: Session) -> None:

@@ -41,11 +41,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     flags = FLAGS.intersection(arguments)
-    if flags & {"-h", "--help"}:
-        width = shutil.get_terminal_size(fallback=(120, 24)).columns
-        _show(USAGE, HELP.format(recipes=", ".join(recipe_names())), help_table(width))
-        return 0
     try:
+        if flags & {"-h", "--help"}:
+            width = shutil.get_terminal_size(fallback=(120, 24)).columns
+            _show(USAGE, HELP.format(recipes=", ".join(recipe_names())), help_table(width))
+            return 0
         return _start(load([argument for argument in arguments if argument not in FLAGS]), flags)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -74,8 +74,10 @@ def _start(resolved: Resolved, flags: set[str]) -> int:
 def _show(*texts: str) -> None:
     try:
         print(*texts, sep="\n", flush=True)
-    except BrokenPipeError:  # `--help | head`: the reader has seen enough; what Python flushes at exit must go somewhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at exit must go somewhere
+        if not isinstance(error, BrokenPipeError):  # `--help | head`: the reader has seen enough
+            raise UserError(f"cannot write to stdout: {error.strerror}") from error
 
 
 def check_actors() -> None:

@@ -21,7 +21,7 @@ from monarch_rl.ledger import AgeError
 from monarch_rl.types import NOT_SAMPLED, Episode, Group, Lease, Prompt, Shard, Version
 from tests.actors.buffer_actors import Bystander
 
-TASK = '''
+TASK = """
 import time
 from monarch_rl.tasks import Task
 from monarch_rl.types import Prompt
@@ -37,7 +37,7 @@ class Count(Task):
         return Prompt(ordinal, f"{split} {ordinal}")
     def reward(self, prompt, completion):
         return 0.0
-'''
+"""
 
 NUMBER = itertools.count()
 Make = Callable[..., Any]
@@ -222,6 +222,19 @@ async def test_prompts_that_are_refused_end_the_run(make: Make) -> None:
         await soon(buffer.drop.call_one(lease, "900 tokens do not fit"))
     with pytest.raises(RuntimeError, match=r"3 refused.*prompt 3: 900 tokens do not fit"):
         await soon(buffer.take.call_one(1, 0))
+
+
+async def test_thousands_of_refused_prompts_are_a_few_lines(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
+    buffer = make(prompts_per_step=8, max_dead_steps=100)
+    for _ in range(50):
+        ((lease, _),) = await claim(buffer, 1)
+        await soon(buffer.drop.call_one(lease, "900 tokens do not fit"))
+    said = ""
+    async with asyncio.timeout(10):
+        while "(40 so far)" not in said:
+            said += capfd.readouterr().err
+            await asyncio.sleep(0.02)
+    assert said.splitlines() == [f"task count: prompt {n - 1} is dropped: 900 tokens do not fit ({n} so far)" for n in (1, 10, 20, 40)]
 
 
 async def test_a_lost_answer_is_asked_for_again(make: Make) -> None:
