@@ -243,7 +243,7 @@ class RolloutWorker(Actor):
                     raise
                 trajectory.truncated = True
                 return
-            trajectory.append_told(told)
+            trajectory.append_told(told, self._renderer.decode(told))
             self._append(trajectory, generation)
 
     def _append(self, trajectory: Trajectory, generation: Generation) -> None:

@@ -124,12 +124,15 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
 
 
 def rollout_lines(groups: Iterable[Group]) -> list[str]:
-    """Reward, prompt and completion of the first episodes of some groups, one line of at most 120 columns each."""
+    """Reward, prompt and completion of the first episodes of some groups, one line of at most 120 columns each.
+
+    What the model was told stands in ⟨ ⟩.
+    """
     lines = []
     for group in groups:
         for episode in group.episodes[:2]:
             reward = "unscorable" if episode.reward is None else f"{episode.reward:g}"
-            line = visible(f"    [{reward}] {question(group)}{episode.text}")
+            line = visible(f"    [{reward}] ⟨{question(group)}⟩{episode.transcript or episode.text}")
             lines.append(line if len(line) <= LINE else line[: LINE - 1] + "…")
     return lines
 

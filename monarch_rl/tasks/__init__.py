@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib
@@ -197,13 +198,27 @@ def _built_in(spec: str) -> Any:
 
 def _user_attribute(spec: str) -> Any:
     file, colon, attribute = spec.rpartition(":")
+    if not colon and spec.endswith(".py"):
+        raise UserError(f"task={spec}: say which class of it: {_classes(spec)}")
     if not colon or not file.endswith(".py"):
         known = f"{', '.join(BUILT_IN)}, reasoning_gym:NAME"
-        raise UserError(f"task={spec}: neither a built-in task ({known}) nor path/to/file.py:name{_nearest(spec, BUILT_IN)}")
+        files = {path.stem: f"{path}:NAME" for path in Path().glob("*.py")}
+        near = next((files.get(name, name) for name in difflib.get_close_matches(spec, [*BUILT_IN, *files], n=1)), None)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise UserError(f"task={spec}: neither a built-in task ({known}) nor path/to/file.py:name{hint}")
     module = _import_file(Path(file), spec)
     if not hasattr(module, attribute):
         raise UserError(f"task={spec}: {file} has no attribute {attribute!r}{_nearest(attribute, vars(module))}")
     return getattr(module, attribute)
+
+
+def _classes(file: str) -> str:
+    """The classes of a file, as `task` would name them; the file is read and not run."""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"{file}:NAME ({file} cannot be read: {cause(error)})"
+    return " or ".join(f"{file}:{node.name}" for node in tree.body if isinstance(node, ast.ClassDef)) or f"{file}:NAME"
 
 
 def _import_file(file: Path, spec: str) -> ModuleType:

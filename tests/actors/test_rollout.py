@@ -121,6 +121,7 @@ async def test_a_conversation_continues_the_sampled_ids(rig: Any) -> None:
     long, short = group.episodes
     assert list(long.ids_T) == [*prompts, *said("bye.")]
     assert (long.text, short.text) == ("hi<1>bye.", "no.")
+    assert (long.transcript, short.transcript) == ("hi⟨<1>⟩bye.", "")
     assert (long.reward, short.reward) == (2.09, 1.03)
 
 
