@@ -12,24 +12,10 @@ from monarch_rl.config import Config, UserError
 from monarch_rl.configure import write
 from monarch_rl.observe import console
 
-RUN_FILES = frozenset(
-    [
-        "config.yaml",
-        "metrics.jsonl",
-        "rollouts.jsonl",
-        "report.html",
-        "timeline.json",
-        "error.log",
-        "model",
-        "checkpoints",
-        "export",
-        "job.sbatch",
-        "console.log",
-        "tensorboard",
-        "wandb",
-        "trackio",
-    ]
-)
+RUN_FILES = {
+    *("config.yaml", "metrics.jsonl", "rollouts.jsonl", "report.html", "timeline.json", "error.log", "model", "checkpoints", "export"),
+    *("job.sbatch", "console.log", "tensorboard", "wandb", "trackio"),
+}
 """What a run writes. A folder that holds anything else is not moved aside, nor filled."""
 
 

@@ -224,19 +224,6 @@ async def test_prompts_that_are_refused_end_the_run(make: Make) -> None:
         await soon(buffer.take.call_one(1, 0))
 
 
-async def test_thousands_of_refused_prompts_are_a_few_lines(make: Make, capfd: pytest.CaptureFixture[str]) -> None:
-    buffer = make(prompts_per_step=8, max_dead_steps=100)
-    for _ in range(50):
-        ((lease, _),) = await claim(buffer, 1)
-        await soon(buffer.drop.call_one(lease, "900 tokens do not fit"))
-    said = ""
-    async with asyncio.timeout(10):
-        while "(40 so far)" not in said:
-            said += capfd.readouterr().err
-            await asyncio.sleep(0.02)
-    assert said.splitlines() == [f"task count: prompt {n - 1} is dropped: 900 tokens do not fit ({n} so far)" for n in (1, 10, 20, 40)]
-
-
 async def test_a_lost_answer_is_asked_for_again(make: Make) -> None:
     """Cases 13, 14, 21: a worker that never answers loses its prompt at the deadline; its late answer is ignored."""
     buffer = make(deadline_s=0.5)

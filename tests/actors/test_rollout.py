@@ -75,7 +75,7 @@ class Rig:
         self.generator = mesh.spawn("generator", ScriptedGenerator, script)
         self.desk = mesh.spawn("desk", Desk, [prompt])
         scorers = [mesh.spawn(f"scorer_{at}", Scorer, task, {}, 0, 3.0) for at in range(scorers)]
-        self.worker = mesh.spawn("worker", RolloutWorker, config, self.desk, [self.generator], scorers)
+        self.worker = mesh.spawn("worker", RolloutWorker, config, self.desk, {0: self.generator}, scorers)
 
     async def group(self) -> Group:
         (done,) = await self.work()

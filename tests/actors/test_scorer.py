@@ -263,7 +263,8 @@ async def test_scorer_actor(mesh: Any, user_file: str) -> None:
     assert gone(pid)
 
 
-async def test_what_cannot_be_scored_is_told_now_and_then(mesh: Any, user_file: str, capfd: pytest.CaptureFixture[str]) -> None:
+async def test_what_cannot_be_scored_is_told_now_and_then(capfd: pytest.CaptureFixture[str], mesh: Any, user_file: str) -> None:
+    """`capfd` first: processes write to what was stderr when they were started."""
     scorer = mesh.spawn("scorer", Scorer, f"{user_file}:Odd", {}, 0, 10.0)
     await scorer.score.call_one(PROMPT, ["give 1", *["fail"] * 25])
     told: list[str] = []
