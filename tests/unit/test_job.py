@@ -30,9 +30,9 @@ asyncio.run(main())
 LAST = "error: interrupted; what was written is in runs/x\n"
 
 
-def started(deadline_s: float, block: str) -> subprocess.Popen[str]:
+def started(deadline_s: float, block: str, *before: str) -> subprocess.Popen[str]:
     program = STUCK.replace("DEADLINE", str(deadline_s)).replace("BLOCK", block)
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([*before, sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
@@ -57,3 +57,13 @@ def test_a_second_signal_ends_at_once_with_the_last_line() -> None:
     process.send_signal(SIGTERM)
     _, err = process.communicate(timeout=30)
     assert (err, process.returncode) == (LAST, 143)
+
+
+def test_nohup_means_it() -> None:
+    process = started(60, "return", "nohup")
+    process.send_signal(SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.3)
+    process.send_signal(SIGTERM)
+    out, _ = process.communicate(timeout=30)
+    assert out.startswith("closing")
