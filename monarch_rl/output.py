@@ -25,20 +25,10 @@ def check_output_dir(config: Config) -> str:
     Raises:
         UserError: names `output_dir` and what stands in the way.
     """
-    path = _absolute(config)
-    if config.resume == "none":
-        _check_own(config, path)
     try:
-        # Permissions do not tell all, e.g. of /proc and of full disks.
-        with tempfile.TemporaryDirectory(prefix=".monarch_rl_", dir=_nearest_folder(path)) as probe:
-            (Path(probe) / "probe").write_text("probe")
-    except OSError as error:
-        raise UserError(f"output_dir={config.output_dir}: cannot be written: {error.strerror}") from None
-    if not path.exists():
-        return f"{config.output_dir}, to be made"
-    if config.resume == "none" and holds_run(path):
-        return f"{config.output_dir}, whose earlier run will be moved aside"
-    return config.output_dir
+        return _look(config, _absolute(config))
+    except (OSError, RuntimeError) as error:  # pathlib has a RuntimeError for links in a circle
+        raise _refusal(config, error) from None
 
 
 def make_output_dir(config: Config) -> Path:
@@ -58,12 +48,29 @@ def make_output_dir(config: Config) -> Path:
         path.mkdir(parents=True, exist_ok=True)
         write(config, path / "config.yaml")
     except OSError as error:
-        raise UserError(f"output_dir={config.output_dir}: cannot be written: {error.strerror}") from None
+        raise _refusal(config, error) from None
     return path
 
 
 def holds_run(path: Path) -> bool:
     return (path / "metrics.jsonl").exists()
+
+
+def _look(config: Config, path: Path) -> str:
+    if config.resume == "none":
+        _check_own(config, path)
+    # Permissions do not tell all, e.g. of /proc and of full disks.
+    with tempfile.TemporaryDirectory(prefix=".monarch_rl_", dir=_nearest_folder(path)) as probe:
+        (Path(probe) / "probe").write_text("probe")
+    if not path.exists():
+        return f"{config.output_dir}, to be made"
+    if config.resume == "none" and holds_run(path):
+        return f"{config.output_dir}, whose earlier run will be moved aside"
+    return config.output_dir
+
+
+def _refusal(config: Config, error: Exception) -> UserError:
+    return UserError(f"output_dir={config.output_dir}: cannot be written: {getattr(error, 'strerror', None) or error}")
 
 
 def _absolute(config: Config) -> Path:
