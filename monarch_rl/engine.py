@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from monarch_rl.config import COLDEST
 from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, tensor_shapes, unpack
 from monarch_rl.observe import timeline
 from monarch_rl.types import Generation, Sampling, Version
@@ -33,12 +34,14 @@ T = TypeVar("T")
 
 SHOWN_IDLE_S = 0.001
 """Shorter sleeps are not in the timeline."""
-COLDEST = 0.01
-"""vLLM raises lower temperatures to this one without saying so."""
 
 
-class PromptTooLong(ValueError):
-    """The prompt leaves no room for a single token; the engine is unharmed."""
+class UnusablePrompt(ValueError):
+    """The model cannot go on from this prompt, however often it is tried; the engine is unharmed."""
+
+
+class PromptTooLong(UnusablePrompt):
+    """The prompt leaves no room for a single token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ class Engine:
         """Sample one completion. It ends with a token of `sampling.stop_ids`, or as long as asked or as the context allows.
 
         Raises:
-            PromptTooLong: the prompt fills the context. ValueError: it is empty or holds ids that the model does not know.
+            PromptTooLong: the prompt fills the context. UnusablePrompt: it is empty or holds ids that the model does not know.
             EngineError: the engine failed, or holds no weights yet.
         """
         (generation,) = await self._generate(ids, sampling, {request_id or str(next(self._ids)): seed})
@@ -180,8 +183,9 @@ class Engine:
         self._check()
         if self._version is None:
             raise EngineError("the engine holds no weights yet: nothing can be generated before the first swap")
+        room = self._room(ids, sampling)  # before the promise: one that nobody awaits would be heard of when the engine closes
         call = _Call(self._promise(), len(seeds))
-        self._jobs.put(partial(self._admit, call, seeds, list(ids), sampling, self._room(ids, sampling)))
+        self._jobs.put(partial(self._admit, call, seeds, list(ids), sampling, room))
         try:
             return [_generation(output) for output in await call.future]
         except asyncio.CancelledError:
@@ -190,8 +194,11 @@ class Engine:
 
     def _room(self, ids: Sequence[int], sampling: Sampling) -> int:
         """How many tokens may be sampled."""
-        if not ids or min(ids) < 0 or max(ids) >= self._vocabulary:
-            raise ValueError(f"a prompt must be one or more ids from 0 to {self._vocabulary - 1}: {list(ids)[:8]}…")
+        if not ids:
+            raise UnusablePrompt("a prompt without a token: the model has nothing to go on from")
+        if min(ids) < 0 or max(ids) >= self._vocabulary:
+            strange = next(id for id in ids if not 0 <= id < self._vocabulary)
+            raise UnusablePrompt(f"token {strange} is unknown to the model, whose ids go from 0 to {self._vocabulary - 1}")
         if 0 < sampling.temperature < COLDEST:
             raise ValueError(f"temperature {sampling.temperature:g} is below {COLDEST:g}, the lowest that vLLM samples at")
         if len(ids) >= self._context:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import sys
 import textwrap
@@ -19,7 +20,7 @@ from monarch.actor import ActorError, this_host
 from actors.scorer import Scorer
 from monarch_rl.config import UserError
 from monarch_rl.tasks import Score
-from monarch_rl.tasks.reward_process import RewardProcess
+from monarch_rl.tasks.reward_process import LENGTH, RewardProcess
 from monarch_rl.types import Prompt
 
 PROMPT = Prompt(0, "4+7+2=", answer=13)
@@ -211,7 +212,7 @@ async def test_the_child_dies_with_its_parent_in_the_middle_of_a_reward(user_fil
     """Case 71: the parent is killed outright."""
     program = f"""
     import asyncio
-    from monarch_rl.tasks.reward_process import RewardProcess
+    from monarch_rl.tasks.reward_process import LENGTH, RewardProcess
     from monarch_rl.types import Prompt
     asyncio.run(RewardProcess({f"{user_file}:Odd"!r}, {{}}, 0).score(Prompt(0, ""), "helper {tmp_path}/pids", 60))
     """
@@ -222,6 +223,19 @@ async def test_the_child_dies_with_its_parent_in_the_middle_of_a_reward(user_fil
     child, helper = map(int, (tmp_path / "pids").read_text().split())
     await eventually(lambda: gone(child))
     os.kill(helper, signal.SIGKILL)  # the reward's own children are ended by a deadline, not by the parent's death
+
+
+async def test_the_child_says_nothing_when_its_parent_has_gone(user_file: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """It finds the socket closed when it has a score to send."""
+    process = RewardProcess(f"{user_file}:Odd", {}, seed=0)
+    await process.start()
+    child = process._child
+    assert child is not None
+    body = pickle.dumps(("reward", PROMPT, "give time.sleep(0.3)"))
+    child.writer.write(LENGTH.pack(len(body)) + body)
+    child.writer.close()
+    assert await asyncio.wait_for(child.process.wait(), 10) == 0
+    assert capfd.readouterr().err == ""
 
 
 # ---------------------------------------------------------------- the actor
@@ -247,6 +261,15 @@ async def test_scorer_actor(mesh: Any, user_file: str) -> None:
     pid = int((await scorer.score.call_one(PROMPT, ["give os.getpid()"]))[0].reward)
     await scorer.shut.call_one()
     assert gone(pid)
+
+
+async def test_what_cannot_be_scored_is_told_now_and_then(capfd: pytest.CaptureFixture[str], mesh: Any, user_file: str) -> None:
+    """`capfd` first: processes write to what was stderr when they were started."""
+    scorer = mesh.spawn("scorer", Scorer, f"{user_file}:Odd", {}, 0, 10.0)
+    await scorer.score.call_one(PROMPT, ["give 1", *["fail"] * 25])
+    told: list[str] = []
+    await eventually(lambda: bool(told.extend(capfd.readouterr().err.splitlines())) or len(told) >= 3)
+    assert told == [f"scorer 0: {n} unscorable so far, the last of prompt 0: RewardError: ValueError: bad value" for n in (1, 10, 20)]
 
 
 async def test_a_scorer_whose_task_cannot_be_loaded_says_so(mesh: Any, user_file: str) -> None:

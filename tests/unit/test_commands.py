@@ -47,7 +47,7 @@ def test_help_and_wrong_turns_import_nothing_heavy(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ("wach runs/one", "no command 'wach'; did you mean 'watch'? commands: report, watch, eval, export; settings are key=value"),
+        ("wach runs/one", "no command 'wach'; did you mean 'watch'? commands: report, watch, eval, export, worker; settings are key=value"),
         ("report", "report takes one output folder: monarch-rl report OUTPUT_DIR"),
         ("report runs/one runs/one", "report takes one output folder: monarch-rl report OUTPUT_DIR"),
         ("report runs/two", "runs/two: there is no such folder"),
@@ -103,4 +103,4 @@ def test_nothing_of_eval_is_left_behind(run: Path, tmp_path: Path, monkeypatch: 
     before = set(tmp_path.iterdir())
     assert main(["eval", "tiny", "task=arithmetc"]) == 2
     assert set(tmp_path.iterdir()) == before
-    assert "monarch_rl.evaluate" in sys.modules
+    assert "monarch_rl.eval_command" in sys.modules
