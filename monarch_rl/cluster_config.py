@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+ADDRESS = re.compile(r"tcp://(?P<host>[\w.-]+):(?P<port>\d{1,5})")
+"""Of a worker."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from itertools import islice
 
+from monarch_rl.cluster.placement import host_count, hosts_by_role
 from monarch_rl.config import Config, UserError, label
 from monarch_rl.engine_setup import context_length
 from monarch_rl.observe import trackers
@@ -27,6 +28,7 @@ def check(config: Config) -> tuple[Renderer, Task]:
         UserError: names the key and what is wrong with it.
     """
     trackers.check(config.trackers)
+    hosts_by_role(config, host_count(config))
     renderer = Renderer.of(config.model)
     task = _load(config)
     context = context_length(renderer.directory, config.generator.engine, cpu=config.profile != "cuda")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -95,6 +96,7 @@ def _start_on_slurm(config: Config, settings: Sequence[str]) -> int:
         from monarch_rl.submit import submit
 
         return submit(config, settings)
+    signal.signal(signal.SIGUSR1, lambda *_: slurm.requeue())  # until the run can do better: it may take minutes to start
     from monarch_rl.job import run
 
     code = run(config)

@@ -18,7 +18,7 @@ from types import FrameType
 from monarch_rl.cluster.hosts import expected_nodes
 from monarch_rl.cluster.placement import place
 from monarch_rl.config import Config, UserError
-from monarch_rl.observe.console import complain
+from monarch_rl.observe.console import complain, say
 from monarch_rl.output import make_output_dir
 
 POLL_S = 1.0
@@ -49,7 +49,7 @@ def submit(config: Config, arguments: Sequence[str]) -> int:
     script, console = folder / "job.sbatch", folder / "console.log"
     script.write_text(batch_script(config, console, arguments), encoding="utf-8")
     job = Job(_sbatch(script), console)
-    print(f"submitted Slurm job {job.id}; its console is {console}", flush=True)
+    say(f"submitted Slurm job {job.id}; its console is {console}")
     return job.follow()
 
 
@@ -122,7 +122,7 @@ class Job:
         if self._exit_code:
             os._exit(128 + number)
         self._exit_code = 128 + number
-        print(f"cancelling Slurm job {self.id}, waiting until it is gone (once more to leave at once)", flush=True)
+        say(f"cancelling Slurm job {self.id}, waiting until it is gone (once more to leave at once)")
         subprocess.run(["scancel", self.id], capture_output=True)
 
     def _state(self) -> tuple[str, int]:

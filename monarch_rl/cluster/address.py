@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
-import re
 import socket
 import struct
 from dataclasses import dataclass
 
+from monarch_rl.cluster_config import ADDRESS
 from monarch_rl.config import ConfigError
 
 SIOCGIFADDR = 0x8915
@@ -27,10 +27,10 @@ class Address:
 
 def parse(text: str, key: str) -> Address:
     """Raises ConfigError that names `key`."""
-    found = re.fullmatch(r"tcp://([\w.-]+):(\d{1,5})", text)
-    if found is None or int(found[2]) > 65535:
+    found = ADDRESS.fullmatch(text)
+    if found is None or int(found["port"]) > 65535:
         raise ConfigError(f"{key}: must be tcp://HOST:PORT, got {text!r}")
-    return Address(found[1], int(found[2]))
+    return Address(found["host"], int(found["port"]))
 
 
 def own_ip() -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,18 +73,14 @@ class Link:
         Raises:
             UserError: it is no worker, or one that does not fit: other software, other folders, taken.
         """
-        probe = output_dir.absolute() / f".seen-{os.urandom(8).hex()}"
-        probe.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
         who = f"process {os.getpid()} on {socket.gethostname()}"
         try:
-            self._tell({"from": who, "cwd": os.getcwd(), "probe": str(probe), "heartbeat_s": heartbeat_s})
-            answer = self._hear(ANSWER_S)
-            found = Facts(**answer["facts"])
+            with _probe(output_dir.absolute()) as probe:
+                self._tell({"from": who, "cwd": os.getcwd(), "probe": str(probe), "heartbeat_s": heartbeat_s})
+                answer = self._hear(ANSWER_S)
+            found = Facts(**answer["facts"] | {"gpus": tuple(answer["facts"]["gpus"])})
         except (Lost, KeyError, TypeError, ValueError):
             raise UserError(f"cluster.hosts: what listens at {self.address} is no worker of monarch_rl") from None
-        finally:
-            probe.unlink()
         self.who = f"worker {self.address} on {found.name}"
         if problem := answer["problem"] or differences(versions(), found.versions):
             raise UserError(f"{self.who}: {problem}")
@@ -146,6 +143,22 @@ class Link:
         if not isinstance(message, dict):
             raise ValueError(line)
         return message
+
+
+@contextlib.contextmanager
+def _probe(folder: Path) -> Iterator[Path]:
+    """A file that whoever shares the folder can see. Leaves a folder as it was that is there only for this."""
+    made = not folder.exists()
+    folder.mkdir(parents=True, exist_ok=True)
+    probe = folder / f".seen-{os.urandom(8).hex()}"
+    probe.touch()
+    try:
+        yield probe
+    finally:
+        probe.unlink()
+        if made:
+            with contextlib.suppress(OSError):  # others may look at the same time
+                folder.rmdir()
 
 
 class Heart(threading.Thread):

@@ -41,6 +41,7 @@ class Allocation:
         self._meeting = self._logs / f"job-{os.environ.get('SLURM_JOB_ID')}-{os.urandom(4).hex()}"
         """folder where the workers publish their addresses"""
         self._srun: subprocess.Popen[bytes] | None = None
+        self._attached = False
 
     async def start(self) -> list[str]:
         """Addresses of the workers, in the order of nodes.
@@ -50,9 +51,7 @@ class Allocation:
         """
         nodes = self._config.cluster.nodes
         if not inside_allocation():
-            raise UserError(
-                "cluster.kind=slurm: this is no Slurm allocation; start it inside one (salloc), or let the command line submit it"
-            )
+            raise UserError("cluster.kind=slurm: not inside a Slurm allocation; salloc gives one, and the command line submits a job")
         if nodes > (have := int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))):
             raise UserError(f"cluster.nodes={nodes}: this allocation has {have}")
         self._srun = srun = self._launch(nodes)
@@ -70,12 +69,16 @@ class Allocation:
             return subprocess.Popen(self._command(nodes), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
 
     def all_attached(self) -> None:
+        """From now on the workers end when their controller lets them go."""
+        self._attached = True
         shutil.rmtree(self._meeting)
 
     async def end(self) -> None:
-        """The workers, once their controller has let them go, end by themselves; what does not is ended."""
+        """Wait for the workers to end, and end those that do not."""
         if self._srun is None:
             return
+        if not self._attached:
+            self._srun.terminate()
         for stop in (self._srun.terminate, self._srun.kill):
             try:
                 await asyncio.to_thread(self._srun.wait, END_S)

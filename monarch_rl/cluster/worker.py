@@ -158,7 +158,7 @@ async def _death(host: HostProcess) -> str:
 def _unshared(hello: dict[str, Any]) -> str:
     """What of the controller's file system cannot be seen from here."""
     if not Path(hello["cwd"]).is_dir():
-        return f"its working folder {hello['cwd']} is not there; hosts must share it"
+        return f"the working folder {hello['cwd']} is not there; hosts must share it"
     if not Path(hello["probe"]).exists():
         return f"output_dir {Path(hello['probe']).parent} is not the same folder there; hosts must share it"
     return ""

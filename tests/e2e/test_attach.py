@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -114,13 +115,34 @@ def test_a_worker_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(400)
 def test_a_worker_that_is_terminated_ends_what_it_started(tmp_path: Path) -> None:
-    with workers(tmp_path, 1) as (worker,), started(tmp_path, *LONG, *attach(worker)) as job:
+    """Also where trainer ranks and rollout workers are shared by the hosts, and each rank holds half of the model."""
+    spread = ["trainer.ranks=2", "rollout.workers=2", "cluster.placement.trainer=[0,1]", "cluster.placement.rollout=[0,1]"]
+    with workers(tmp_path) as (first, second), started(tmp_path, *LONG, *spread, *attach(first, second)) as job:
         job.until_steps(1)
-        below = worker.below()
-        worker.process.terminate()
-        assert worker.process.wait(GONE_S) == 128 + signal.SIGTERM
+        assert first.roles() == {"trainer 0", "replay_buffer 0", "scorer 0", "rollout 0"}
+        assert second.roles() == {"trainer 1", "generator_0 0", "rollout 1"}
+        below = second.below()
+        second.process.terminate()
+        assert second.process.wait(GONE_S) == 128 + signal.SIGTERM
         assert gone(below)
         assert job.wait(60) == 1
+        assert first.process.wait(GONE_S) == 0
+
+
+@pytest.mark.timeout(400)
+def test_a_host_that_joins_takes_generators_and_gives_them_back(tmp_path: Path) -> None:
+    with workers(tmp_path, 3) as running:
+        command = [sys.executable, "-m", "tests.e2e.joining_host", str(tmp_path / "run"), *[worker.address for worker in running]]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [worker.process.wait(GONE_S) for worker in running] == [0, 0, 0]
+
+
+def test_a_second_transport_in_one_process_is_one_line() -> None:
+    code = "from monarch_rl.cluster import hosts, local; local.host(); hosts._use_transport(['127.0.0.1'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("monarch_rl.config.UserError: cluster.kind: this process has used Monarch in another way already"), done.stderr
 
 
 def refused(folder: Path, *arguments: str) -> str:
@@ -154,6 +176,23 @@ def test_a_worker_with_other_software_is_refused_and_stays(tmp_path: Path) -> No
     finally:
         worker.process.kill()
         worker.process.wait()
+
+
+def test_folders_that_are_not_shared_are_named(tmp_path: Path) -> None:
+    """What a worker says of a controller whose folders are not on its host: this test speaks for the controller."""
+    elsewhere = {"from": "me", "cwd": "/not/here", "probe": "/", "heartbeat_s": 1}
+    unseen = elsewhere | {"cwd": "/", "probe": f"{tmp_path}/out/.seen"}
+    with workers(tmp_path, 1) as (worker,):
+        host, _, port = worker.address.removeprefix("tcp://").partition(":")
+        said = []
+        for hello in (elsewhere, unseen):
+            with socket.create_connection((host, int(port)), 30) as talk:
+                talk.sendall(json.dumps(hello).encode() + b"\n")
+                said.append(json.loads(talk.makefile().readline())["problem"])
+    assert said == [
+        "the working folder /not/here is not there; hosts must share it",
+        f"output_dir {tmp_path}/out is not the same folder there; hosts must share it",
+    ]
 
 
 def test_an_address_that_is_taken_is_named_in_one_line(tmp_path: Path) -> None:

@@ -83,16 +83,16 @@ def test_two_jobs_share_the_nodes_and_one_is_cancelled(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(400)
 def test_a_job_that_is_warned_saves_queues_again_and_goes_on(tmp_path: Path) -> None:
-    with started(tmp_path, *SMALL, "cluster.kind=slurm", "steps=60", "eval.every=0") as job:
+    with started(tmp_path, *SMALL, "cluster.kind=slurm", "steps=25", "eval.every=0") as job:
         job.until_steps(3)
         ask(dict(os.environ), "scancel", "--signal=USR1", "--batch", slurm_id(job))
         assert job.wait() == 0, job.out + job.err
         until_free(slurm_id(job))
     halted = re.search(r"stopped after step (\d+): resume=latest goes on", job.out)
     assert halted, job.out
-    assert 3 <= int(halted[1]) < 60
-    assert [row["step"] for row in job.rows] == list(range(61))
-    assert len(re.findall(r"^step +1/60", job.out, re.MULTILINE)) == 1, "it began anew"
+    assert 3 <= int(halted[1]) < 25
+    assert [row["step"] for row in job.rows] == list(range(26))
+    assert len(re.findall(r"^step +1/25", job.out, re.MULTILINE)) == 1, "it began anew"
 
 
 def test_a_failure_inside_the_job_is_streamed_and_gives_its_exit_code(tmp_path: Path) -> None:
