@@ -108,6 +108,7 @@ class Engine:
         self._doing = "starting"
         self._tokens = self._steps = self._swaps = 0
         self._busy_s = self._idle_s = self._pause_s = 0.0
+        self._asleep_since: float | None = None
 
     @property
     def version(self) -> Version | None:
@@ -162,7 +163,9 @@ class Engine:
         return await self._ask(self._fingerprints)
 
     def stats(self) -> EngineStats:
-        return EngineStats(self._tokens, self._steps, len(self._requests), self._busy_s, self._idle_s, self._swaps, self._pause_s)
+        since = self._asleep_since
+        idle_s = self._idle_s + (time.perf_counter() - since if since is not None else 0.0)
+        return EngineStats(self._tokens, self._steps, len(self._requests), self._busy_s, idle_s, self._swaps, self._pause_s)
 
     async def close(self) -> None:
         """Fail what is still waited for and end the engine thread. May be called twice."""
@@ -271,9 +274,10 @@ class Engine:
         return True
 
     def _sleep(self) -> Callable[[], None] | None:
-        start = time.perf_counter()
+        start = self._asleep_since = time.perf_counter()
         job = self._jobs.get()
         slept_s, now_ns = time.perf_counter() - start, time.time_ns()
+        self._asleep_since = None
         self._idle_s += slept_s
         if slept_s >= SHOWN_IDLE_S:
             timeline.add(timeline.Span("idle", now_ns - int(slept_s * 1e9), now_ns))
