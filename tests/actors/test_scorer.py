@@ -263,15 +263,6 @@ async def test_scorer_actor(mesh: Any, user_file: str) -> None:
     assert gone(pid)
 
 
-async def test_what_cannot_be_scored_is_told_now_and_then(capfd: pytest.CaptureFixture[str], mesh: Any, user_file: str) -> None:
-    """`capfd` first: processes write to what was stderr when they were started."""
-    scorer = mesh.spawn("scorer", Scorer, f"{user_file}:Odd", {}, 0, 10.0)
-    await scorer.score.call_one(PROMPT, ["give 1", *["fail"] * 25])
-    told: list[str] = []
-    await eventually(lambda: bool(told.extend(capfd.readouterr().err.splitlines())) or len(told) >= 3)
-    assert told == [f"scorer 0: {n} unscorable so far, the last of prompt 0: RewardError: ValueError: bad value" for n in (1, 10, 20)]
-
-
 async def test_a_scorer_whose_task_cannot_be_loaded_says_so(mesh: Any, user_file: str) -> None:
     scorer = mesh.spawn("scorer", Scorer, f"{user_file}:Missing", {}, 0, 1.0)
     with pytest.raises(ActorError, match="has no attribute 'Missing'"):

@@ -101,7 +101,8 @@ def test_rewards_and_prompts_that_go_wrong_are_counted_and_the_run_goes_on(tmp_p
     too_long = r"task unruly: prompt \d+ is dropped: a prompt of 602 tokens leaves no room in a context of 512 tokens \(\d+ so far\)"
     unscorable = r"scorer 0: \d+ unscorable so far, the last of prompt \d+: .*"
     assert all(re.fullmatch(f"{too_long}|{unscorable}", line) for line in job.err.splitlines()), job.err
-    assert len(job.err.splitlines()) < 20
+    assert "unscorable so far" in job.err
+    assert 1 <= job.err.count("is dropped") <= 5
 
 
 def test_a_reward_that_always_raises_ends_the_run_with_its_words(tmp_path: Path) -> None:
@@ -109,8 +110,8 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_words(tmp_path: Path)
     job = finished(tmp_path, *SMALL, f"task={TASKS}:Broken", "buffer.max_dead_steps=2")
     assert job.process.returncode == 1
     *before, line = job.err.splitlines()
-    assert before[0].endswith("the last of prompt 0: RewardError: LookupError: the key of the answers is lost")
-    assert all(re.match(r"scorer 0: \d+ unscorable so far", told) for told in before)
+    said = r"scorer 0: (\d+) unscorable so far, the last of prompt \d+: RewardError: LookupError: the key of the answers is lost"
+    assert [re.fullmatch(said, told)[1] for told in before][:3] == ["1", "10", "20"]  # type: ignore[index]
     assert len(before) < 10
     assert line.startswith("error: ")
     assert "buffer.max_dead_steps=2" in line
