@@ -99,8 +99,7 @@ def test_report_says_where_it_is_and_that_there_are_no_rows_yet(run: Path, capsy
 
 
 def test_nothing_of_eval_is_left_behind(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[str] = []
-    mkdtemp = tempfile.mkdtemp
-    monkeypatch.setattr(tempfile, "mkdtemp", lambda **named: made.append(mkdtemp(dir=tmp_path, **named)) or made[-1])
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(tmp_path.iterdir())
     assert main(["eval", "tiny", "task=arithmetc"]) == 2
-    assert [Path(folder).exists() for folder in made] == [False]
+    assert set(tmp_path.iterdir()) == before
