@@ -68,6 +68,8 @@ class Generator(Actor):
         Waits until this replica holds at least step `min_step` (the gate of the admission rule).
         """
         await self._holds(min_step)
+        if self._pulls.asleep:
+            self._report_soon()  # that it is busy again
         with timeline.span("generate", episodes=len(seeds)):
             generations = await self._engine.generate_group(ids, sampling, seeds)
         for generation in generations:
@@ -177,7 +179,7 @@ class Generator(Actor):
             self._report_due = None
         stats = self._engine.stats()
         pulls = self._pulls
-        pulls.tokens, pulls.idle_s = stats.tokens, stats.idle_s
+        pulls.tokens, pulls.idle_s, pulls.asleep = stats.tokens, stats.idle_s, stats.running == 0
         timeline.count("generator", step=pulls.step, running=stats.running, tokens=pulls.tokens, idle_s=round(pulls.idle_s, 3))
         self._metrics.report.broadcast(pulls, timeline.drain())
 

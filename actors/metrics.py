@@ -10,6 +10,8 @@ May be blocked by: nothing.
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import replace
 
 from monarch.actor import Actor, Port, endpoint
 
@@ -24,6 +26,7 @@ REPORT_S = 0.5
 class Metrics(Actor):
     def __init__(self) -> None:
         self._reports: dict[int, GeneratorReport] = {}
+        self._came: dict[int, float] = {}
         self._records: dict[str, list[Record]] = {}
         self._is_news = False
         self._waiting: Port[None] | None = None
@@ -31,6 +34,7 @@ class Metrics(Actor):
     @endpoint
     async def report(self, report: GeneratorReport, records: list[Record]) -> None:
         self._reports[report.replica] = report
+        self._came[report.replica] = time.monotonic()
         self._keep(f"generator {report.replica}", records)
 
     @endpoint
@@ -45,10 +49,12 @@ class Metrics(Actor):
 
     @endpoint
     async def collect(self) -> tuple[list[GeneratorReport], dict[str, list[Record]]]:
-        """The latest report of each generator, and the records since the last call by lane."""
+        """The latest report of each generator, as it would be now, and the records since the last call by lane."""
         records, self._records = self._records, {}
         self._is_news = False
-        return list(self._reports.values()), records | {"replay buffer": timeline.drain()}
+        now = time.monotonic()
+        reports = [replace(r, idle_s=r.idle_s + now - self._came[r.replica]) if r.asleep else r for r in self._reports.values()]
+        return reports, records | {"replay buffer": timeline.drain()}
 
     def _keep(self, lane: str, records: list[Record]) -> None:
         self._records.setdefault(lane, []).extend(records)

@@ -23,6 +23,7 @@ from monarch_rl.groups import check_ages, describe, figures, judge, make_shards
 from monarch_rl.ledger import AgeError, Holdings, Ledger, Lost, Progress
 from monarch_rl.observe import timeline
 from monarch_rl.observe.rollouts import RolloutsFile
+from monarch_rl.observe.seldom import Seldom
 from monarch_rl.types import Group, Lease, Prompt, Shard
 
 if TYPE_CHECKING:
@@ -72,6 +73,8 @@ class ReplayBuffer(Actor):
         self._barren_notes: deque[str] = deque(maxlen=3)  # ... and what the last of them looked like
         self._recent: deque[Group] = deque(maxlen=RECENT)
         self._figures: dict[int, dict[str, float]] = {}
+        self._task = task.name
+        self._refused, self._failures = Seldom(), Seldom()
         self._rollouts = RolloutsFile(Path(config.output_dir) / "rollouts.jsonl", after=self._ledger.trained_steps)
 
     @endpoint(explicit_response_port=True)
@@ -109,9 +112,10 @@ class ReplayBuffer(Actor):
 
     @endpoint
     async def drop(self, lease: Lease, reason: str) -> None:
-        """No attempt at this prompt can succeed, e.g. since it is longer than the context."""
+        """No attempt at this prompt can succeed: it is empty, or longer than the context."""
         if self._ledger.drop(lease.ordinal, "refused", lease.attempt):
-            log.warning("prompt %d is dropped: %s", lease.ordinal, reason)
+            if self._refused.due():
+                log.warning("task %s: prompt %d is dropped: %s (%d so far)", self._task, lease.ordinal, reason, self._refused.count)
             self._dropped(lease.ordinal, f"prompt {lease.ordinal}: {reason}")
             self._pump()
 
@@ -268,7 +272,8 @@ class ReplayBuffer(Actor):
         for lost in losses:
             attempt = f"attempt {lost.attempt} of {self._ledger.max_attempts} by {lost.owner}"
             then = "it is dropped" if lost.dropped else "it is tried again"
-            log.warning("prompt %d: %s gave no group (%s); %s", lost.ordinal, attempt, why, then)
+            if self._failures.due():
+                log.warning("prompt %d: %s gave no group (%s); %s (%d so far)", lost.ordinal, attempt, why, then, self._failures.count)
             if lost.dropped:
                 self._dropped(lost.ordinal, f"prompt {lost.ordinal}: {why}")
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
 from actors.metrics import Records
-from monarch_rl.config import Config
+from monarch_rl.config import Config, UserError
 from monarch_rl.observe import timeline
 from monarch_rl.supervise import answer, cause
 from monarch_rl.types import Episode, Generation, Group, Lease, Prompt, Sampling, Split, Version
@@ -170,13 +170,13 @@ class RolloutWorker(Actor):
         """One episode for each held-out prompt that there is, sampled as in training, by weights of at least step `min_step`.
 
         Raises:
-            UserError: `task`, evaluated in place of the one that is trained, cannot be loaded.
+            UserError: `task`, evaluated in place of the one that is trained, cannot be loaded. PromptError: it cannot make a prompt.
         """
-        from monarch_rl.tasks import load_task
+        from monarch_rl.tasks import load_task, make_prompt
 
         work = Purpose("eval", self._task if task is None else load_task(task, {}, self._config.seed), task, self._sampling, min_step)
         size = work.task.eval_size
-        prompts = [work.task.prompt(index, "eval") for index in indices if size is None or index < size]
+        prompts = [make_prompt(work.task, index, "eval") for index in indices if size is None or index < size]
         evaluation = Evaluation()
         with timeline.span("evaluate", prompts=len(prompts)):
             groups = await asyncio.gather(*[self._try(prompt, work) for prompt in prompts])
@@ -188,18 +188,18 @@ class RolloutWorker(Actor):
         return evaluation
 
     async def _try(self, prompt: Prompt, work: Purpose) -> Group:
-        """One episode of a held-out prompt; none when the prompt is too long."""
-        from monarch_rl.engine import PromptTooLong
+        """One episode of a held-out prompt; none when the model cannot go on from the prompt."""
+        from monarch_rl.engine import UnusablePrompt
 
         try:
             return await self._roll(prompt, work, 1)
         except ActorError as error:
-            if isinstance(error.exception, PromptTooLong):
+            if isinstance(error.exception, UnusablePrompt):
                 return Group(prompt, [])
             raise
 
     async def _serve(self, lease: Lease, prompt: Prompt) -> None:
-        from monarch_rl.engine import PromptTooLong
+        from monarch_rl.engine import UnusablePrompt
 
         work = Purpose("train", self._task, None, self._sampling, lease.min_step, lease.attempt)
         try:
@@ -208,7 +208,7 @@ class RolloutWorker(Actor):
         except TimeoutError:
             await self._buffer.fail.call_one(lease, f"rollout.deadline_s={self._config.rollout.deadline_s:g} passed")
         except ActorError as error:
-            if isinstance(error.exception, PromptTooLong):
+            if isinstance(error.exception, UnusablePrompt):
                 await self._buffer.drop.call_one(lease, cause(error))
             else:
                 await self._buffer.fail.call_one(lease, cause(error))
@@ -221,7 +221,7 @@ class RolloutWorker(Actor):
         from monarch_rl.trajectory import Trajectory
 
         start_ns = time.time_ns()
-        ids = self._renderer.render(prompt.content)
+        ids = self._render(prompt)
         seeds = [partial(episode_seed, self._config.seed, work.split, prompt.ordinal, work.attempt, index) for index in range(episodes)]
         generations = await self._routes.generate(ids, work.sampling, [seed() for seed in seeds], work.min_step)
         rolled = [Trajectory(ids) for _ in seeds]
@@ -235,6 +235,12 @@ class RolloutWorker(Actor):
             timeline.add(timeline.Span("rollout", start_ns, time.time_ns(), {"prompt": prompt.ordinal}))
             self._records.soon()
         return group
+
+    def _render(self, prompt: Prompt) -> list[int]:
+        try:
+            return self._renderer.render(prompt.content)
+        except Exception as error:  # a chat template may ask for anything
+            raise UserError(f"task {self._task.name}: prompt {prompt.ordinal} cannot be rendered: {cause(error)}") from error
 
     async def _play(self, prompt: Prompt, work: Purpose, trajectory: Trajectory, seed: Callable[..., int]) -> None:
         """Turn after turn, until the environment ends the episode, or its token budget or the context does."""
@@ -257,7 +263,7 @@ class RolloutWorker(Actor):
                     raise
                 trajectory.truncated = True
                 return
-            trajectory.append_told(told)
+            trajectory.append_told(told, self._renderer.decode(told))
             self._append(trajectory, generation)
 
     def _append(self, trajectory: Trajectory, generation: Generation) -> None:

@@ -8,14 +8,19 @@ May be blocked by: the task's `reward` and `observe`, until their deadline.
 
 from __future__ import annotations
 
-from typing import Any
+import logging
+from typing import Any, TypeVar
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
 
 from actors.metrics import Metrics, Records
+from monarch_rl.observe.seldom import Seldom
 from monarch_rl.tasks import Observation, Score, TaskSpec
 from monarch_rl.tasks.reward_process import RewardProcess
 from monarch_rl.types import Prompt
+
+log = logging.getLogger(__name__)
+T = TypeVar("T", Score, Observation)
 
 
 class Scorer(Actor):
@@ -26,6 +31,8 @@ class Scorer(Actor):
         self._seed, self._deadline_s = seed, deadline_s
         self._process = RewardProcess(task_spec, task_args, seed)
         self._others: dict[str, RewardProcess] = {}  # of tasks that are only evaluated
+        self.name = f"scorer {current_rank().rank}"
+        self._unscorable = Seldom()
 
     @endpoint
     async def load(self) -> None:
@@ -37,13 +44,13 @@ class Scorer(Actor):
         """One score per completion, in order, by the task that is trained or by another."""
         self._records.soon()
         process = self._of(task)
-        return [await process.score(prompt, completion, self._deadline_s) for completion in completions]
+        return [self._noted(prompt, await process.score(prompt, completion, self._deadline_s)) for completion in completions]
 
     @concurrent_endpoint
     async def observe(self, prompt: Prompt, turns: list[str], task: TaskSpec | None = None) -> Observation:
         """What the environment answers to the last of an episode's turns."""
         self._records.soon()
-        return await self._of(task).observe(prompt, turns, self._deadline_s)
+        return self._noted(prompt, await self._of(task).observe(prompt, turns, self._deadline_s))
 
     @endpoint
     async def shut(self) -> None:
@@ -51,6 +58,13 @@ class Scorer(Actor):
         self._records.send()
         for process in (self._process, *self._others.values()):
             await process.close()
+
+    def _noted(self, prompt: Prompt, result: T) -> T:
+        """A run with slow or failing rewards may show nothing else for minutes."""
+        if result.error is not None and self._unscorable.due():
+            count = self._unscorable.count
+            log.warning("%s: %d unscorable so far, the last of prompt %d: %s", self.name, count, prompt.ordinal, result.error)
+        return result
 
     def _of(self, task: TaskSpec | None) -> RewardProcess:
         if task is None:

@@ -62,7 +62,7 @@ class GeneratorConfig:
     group_size: int = 8
     """episodes per prompt"""
     temperature: float = 1.0
-    """sampling temperature, above 0"""
+    """sampling temperature, at least 0.01"""
     max_new_tokens: int = 96
     """token budget of one episode"""
     engine: dict[str, Any] = field(default_factory=dict)
@@ -293,6 +293,9 @@ OBJECTS = ("task", "trainer.loss", "trainer.advantage")
 TASK_PART_KEYS = ("name", "weight", "args")
 """Of one part of a mixture in `task`."""
 
+COLDEST = 0.01
+"""vLLM raises lower temperatures to this one without saying so."""
+
 OWN_ENGINE_ARGUMENTS = {"model": "model.path", "dtype": "model.dtype", "seed": "seed", "tensor_parallel_size": ""}
 """Arguments of vLLM that follow from another key (or, where that is empty, are not for the user)."""
 
@@ -311,6 +314,10 @@ def validate(config: Config) -> None:
     _check_ages(config)
     _check_task(config)
     _check_hosts(config.cluster)
+    if not str(config.output_dir).strip():
+        raise ConfigError("output_dir: must name a folder, e.g. runs/NAME")
+    if config.generator.temperature < COLDEST:
+        raise ConfigError(f"generator.temperature: must be at least {COLDEST:g}, the lowest that vLLM samples at")
     trainer = config.trainer
     if config.generator.group_size < 2:
         raise ConfigError(f"generator.group_size: must be at least 2, for trainer.advantage={trainer.advantage} compares within a group")

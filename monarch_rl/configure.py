@@ -113,6 +113,8 @@ def read_recipe(recipe: str) -> Recipe:
         files = [folder / f"{recipe}.yaml" for folder in (Path("recipes"), PACKAGED_RECIPES)]
     file = next((file for file in files if file.is_file()), None)
     if file is None:
+        if recipe == label:
+            raise ConfigError(f"recipe={recipe}: there is no such file")
         near = get_close_matches(name, recipe_names(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(f"no recipe {recipe!r}; {hint}recipes: {', '.join(recipe_names())}; a path must end in .yaml")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from monarch_rl.config import COLDEST
 from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, tensor_shapes, unpack
 from monarch_rl.observe import timeline
 from monarch_rl.types import Generation, Sampling, Version
@@ -33,12 +34,14 @@ T = TypeVar("T")
 
 SHOWN_IDLE_S = 0.001
 """Shorter sleeps are not in the timeline."""
-COLDEST = 0.01
-"""vLLM raises lower temperatures to this one without saying so."""
 
 
-class PromptTooLong(ValueError):
-    """The prompt leaves no room for a single token; the engine is unharmed."""
+class UnusablePrompt(ValueError):
+    """The model cannot go on from this prompt, however often it is tried; the engine is unharmed."""
+
+
+class PromptTooLong(UnusablePrompt):
+    """The prompt leaves no room for a single token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +108,7 @@ class Engine:
         self._doing = "starting"
         self._tokens = self._steps = self._swaps = 0
         self._busy_s = self._idle_s = self._pause_s = 0.0
+        self._asleep_since: float | None = None
 
     @property
     def version(self) -> Version | None:
@@ -126,7 +130,7 @@ class Engine:
         """Sample one completion. It ends with a token of `sampling.stop_ids`, or as long as asked or as the context allows.
 
         Raises:
-            PromptTooLong: the prompt fills the context. ValueError: it is empty or holds ids that the model does not know.
+            PromptTooLong: the prompt fills the context. UnusablePrompt: it is empty or holds ids that the model does not know.
             EngineError: the engine failed, or holds no weights yet.
         """
         (generation,) = await self._generate(ids, sampling, {request_id or str(next(self._ids)): seed})
@@ -159,7 +163,9 @@ class Engine:
         return await self._ask(self._fingerprints)
 
     def stats(self) -> EngineStats:
-        return EngineStats(self._tokens, self._steps, len(self._requests), self._busy_s, self._idle_s, self._swaps, self._pause_s)
+        since = self._asleep_since
+        idle_s = self._idle_s + (time.perf_counter() - since if since is not None else 0.0)
+        return EngineStats(self._tokens, self._steps, len(self._requests), self._busy_s, idle_s, self._swaps, self._pause_s)
 
     async def close(self) -> None:
         """Fail what is still waited for and end the engine thread. May be called twice."""
@@ -180,8 +186,9 @@ class Engine:
         self._check()
         if self._version is None:
             raise EngineError("the engine holds no weights yet: nothing can be generated before the first swap")
+        room = self._room(ids, sampling)  # before the promise: one that nobody awaits would be heard of when the engine closes
         call = _Call(self._promise(), len(seeds))
-        self._jobs.put(partial(self._admit, call, seeds, list(ids), sampling, self._room(ids, sampling)))
+        self._jobs.put(partial(self._admit, call, seeds, list(ids), sampling, room))
         try:
             return [_generation(output) for output in await call.future]
         except asyncio.CancelledError:
@@ -190,8 +197,11 @@ class Engine:
 
     def _room(self, ids: Sequence[int], sampling: Sampling) -> int:
         """How many tokens may be sampled."""
-        if not ids or min(ids) < 0 or max(ids) >= self._vocabulary:
-            raise ValueError(f"a prompt must be one or more ids from 0 to {self._vocabulary - 1}: {list(ids)[:8]}…")
+        if not ids:
+            raise UnusablePrompt("a prompt without a token: the model has nothing to go on from")
+        if min(ids) < 0 or max(ids) >= self._vocabulary:
+            strange = next(id for id in ids if not 0 <= id < self._vocabulary)
+            raise UnusablePrompt(f"token {strange} is unknown to the model, whose ids go from 0 to {self._vocabulary - 1}")
         if 0 < sampling.temperature < COLDEST:
             raise ValueError(f"temperature {sampling.temperature:g} is below {COLDEST:g}, the lowest that vLLM samples at")
         if len(ids) >= self._context:
@@ -264,9 +274,10 @@ class Engine:
         return True
 
     def _sleep(self) -> Callable[[], None] | None:
-        start = time.perf_counter()
+        start = self._asleep_since = time.perf_counter()
         job = self._jobs.get()
         slept_s, now_ns = time.perf_counter() - start, time.time_ns()
+        self._asleep_since = None
         self._idle_s += slept_s
         if slept_s >= SHOWN_IDLE_S:
             timeline.add(timeline.Span("idle", now_ns - int(slept_s * 1e9), now_ns))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import logging
+from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,6 +25,20 @@ CPU_BLOCK = 32
 
 class EngineError(RuntimeError):
     """The engine cannot do what was asked; after a failure it can do nothing any more."""
+
+
+def context_length(directory: Path, overrides: Mapping[str, Any], *, cpu: bool) -> int | None:
+    """Tokens of the longest sequence, as far as it can be told without vLLM; None where it cannot."""
+    asked = overrides.get("max_model_len")
+    if asked is not None:
+        return asked if isinstance(asked, int) and asked > 0 else None
+    file = directory / "config.json"
+    config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    config = config.get("text_config", config)
+    most = config.get("max_position_embeddings")
+    if not isinstance(most, int) or (not cpu and config.get("rope_scaling")):
+        return None
+    return min(most, CPU_CONTEXT) if cpu else most
 
 
 def build_llm(model_path: str, dtype: str, seed: int, overrides: dict[str, Any]) -> Any:
@@ -126,6 +143,8 @@ def _cpu_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(arguments["model"]).get_text_config()
+    if not hasattr(config, "kv_lora_rank"):  # latent attention has heads of other kinds
+        _check_heads(_head_size(config))
     context = int(arguments.get("max_model_len", min(config.max_position_embeddings, CPU_CONTEXT)))
     defaults = {
         "enforce_eager": True,
@@ -144,10 +163,22 @@ def _cpu_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def _check_heads(size: int) -> None:
+    """vLLM would find out when it computes its first token, and say it in terms of its kernels."""
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    if size not in (able := CPUAttentionBackend.get_supported_head_sizes()):
+        raise EngineError(f"model.path: its attention heads are {size} wide; on a CPU vLLM can do {', '.join(map(str, able))}")
+
+
+def _head_size(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def _kv_bytes(config: Any, context: int, dtype: str) -> int:
     """Keys and values of one sequence of full length, and of two blocks that vLLM keeps for itself."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    size = _head_size(config)
     tokens = (-(-context // CPU_BLOCK) + 2) * CPU_BLOCK
     return int(2 * config.num_hidden_layers * heads * size * tokens * (4 if dtype == "float32" else 2))
 

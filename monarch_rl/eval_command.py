@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import io
 import json
-import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,21 +40,18 @@ def evaluate(path: str, settings: Sequence[str]) -> int:
     Raises:
         UserError: a path or a setting is wrong.
     """
-    work = Path(tempfile.mkdtemp(prefix="monarch_rl_eval_"))
-    interrupt = Interrupt(10.0)
-    try:
-        config, version = settle(path, settings, work)
-        with contextlib.redirect_stdout(io.StringIO()):  # a session tells of steps, and there are none
-            evaluated = asyncio.run(_evaluate(config, interrupt))
-    except BaseException as error:
-        if interrupt.asked:
-            console.complain("interrupted")
-            return interrupt.exit_code
-        if not isinstance(error, Exception) or isinstance(error, UserError):
-            shutil.rmtree(work, ignore_errors=True)
-            raise
-        return failed(error, work)
-    shutil.rmtree(work, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="monarch_rl_eval_") as work:
+        config, version = settle(path, settings, Path(work))
+        interrupt = Interrupt(config)
+        try:
+            with contextlib.redirect_stdout(io.StringIO()):  # a session tells of its start
+                evaluated = asyncio.run(_evaluate(config, interrupt))
+        except BaseException as error:
+            if interrupt.asked:
+                return interrupt.tell()
+            if not isinstance(error, Exception) or isinstance(error, UserError):
+                raise
+            return failed(error)
     show(path, config, evaluated, version)
     return 0
 
@@ -87,8 +83,9 @@ def settle(path: str, settings: Sequence[str], work: Path) -> tuple[Config, str 
 
 
 async def _evaluate(config: Config, interrupt: Interrupt) -> Evaluated:
-    interrupt.watch()
-    async with Session(config) as session:
+    session = Session(config)
+    interrupt.watch(session)
+    async with session:
         return await session.evaluate(prompts=config.eval.prompts)
 
 

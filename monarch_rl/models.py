@@ -156,5 +156,9 @@ def _write(causal_lm: PreTrainedModel, weights: dict[str, Tensor], path: Path, t
     if lacking := [name for name, parameter in copy.named_parameters() if parameter.is_meta]:
         raise RuntimeError(f"cannot save {path}: no values for {lacking} (left over: {unmatched.unexpected_keys})")
     copy.generation_config = causal_lm.generation_config
-    copy.save_pretrained(path)
-    AutoTokenizer.from_pretrained(resolve_path(tokenizer_from)).save_pretrained(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)  # transformers would only log that it cannot
+        copy.save_pretrained(path)
+        AutoTokenizer.from_pretrained(resolve_path(tokenizer_from)).save_pretrained(path)
+    except Exception as error:  # of a full disk, for one, which does not say where
+        raise OSError(f"the model cannot be saved in {path}: {str(error).partition(chr(10))[0]}") from error

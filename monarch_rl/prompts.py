@@ -8,13 +8,9 @@ from itertools import count
 from torch.utils.data import Sampler
 from torchdata import nodes
 
-from monarch_rl.supervise import cause
-from monarch_rl.tasks import Task
+from monarch_rl.config import UserError
+from monarch_rl.tasks import PromptError, Task, make_prompt
 from monarch_rl.types import Prompt
-
-
-class PromptError(Exception):
-    """The task could not make a prompt; the message names task, ordinal and cause."""
 
 
 class Ordinals(Sampler[int]):
@@ -54,9 +50,8 @@ class PromptStream:
     def _make(self, ordinal: int) -> Prompt | PromptError:
         """An error is handed on as a value: torchdata would wrap a raised one in a page of traceback."""
         try:
-            prompt = self._task.prompt(ordinal, "train")
-        except Exception as error:
-            return PromptError(f"task {self._task.name}: prompt {ordinal} cannot be made: {type(error).__name__}: {cause(error)}")
-        if prompt.ordinal != ordinal:
-            return PromptError(f"task {self._task.name}: asked for prompt {ordinal}, got one that says it is {prompt.ordinal}")
-        return prompt
+            return make_prompt(self._task, ordinal, "train")
+        except PromptError as error:
+            return error
+        except UserError as error:
+            return PromptError(f"task {self._task.name}: prompt {ordinal} cannot be made: {error}")

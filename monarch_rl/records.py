@@ -42,9 +42,6 @@ class Records:
         self._started = time.monotonic()
         self._queue: asyncio.Queue[tuple[int, Mapping[str, float]]] = asyncio.Queue()
         self._figures = GeneratorFigures()
-        self.trace = Trace(self._output_dir / "timeline.json")
-        self._trackers = Trackers(config)
-        self._status = StatusFile(self._output_dir)
         self._evaluated: dict[str, Any] = {}
         self._file: MetricsFile | None = None
         self._looked = 0.0
@@ -110,7 +107,10 @@ class Records:
         self.console.spans(lane, spans)
 
     def start(self) -> None:
-        """Show something, and say in the output folder that the run goes on."""
+        """Show something, and say in the output folder, which is there by now, that the run goes on."""
+        self.trace = Trace(self._output_dir / "timeline.json")
+        self._trackers = Trackers(self._config)
+        self._status = StatusFile(self._output_dir)
         self.console.start()
         self._status.start()
 

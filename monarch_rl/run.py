@@ -108,8 +108,10 @@ def _start_on_slurm(config: Config, settings: Sequence[str]) -> int:
 def _show(*texts: str) -> None:
     try:
         print(*texts, sep="\n", flush=True)
-    except BrokenPipeError:  # `--help | head`: the reader has seen enough; what Python flushes at exit must go somewhere
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at exit must go somewhere
+        if not isinstance(error, BrokenPipeError):  # `--help | head`: the reader has seen enough
+            raise UserError(f"cannot write to stdout: {error.strerror}") from error
 
 
 def check_actors() -> None:

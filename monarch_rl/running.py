@@ -136,6 +136,10 @@ class Running:
         await answer(self._trainers.save.call(path), "trainers (saving the model)", START_DEADLINE_S)
         return path
 
+    def close_console(self) -> None:
+        """Give the terminal back, whatever the actors do."""
+        self._records.console.close()
+
     # --- start and end ----------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from monarch_rl import figures, loop, tables
+from monarch_rl import figures, loop, preflight, tables
 from monarch_rl.changes import settle
 from monarch_rl.config import UserError
 from monarch_rl.evaluation import Evaluated
 from monarch_rl.meshes import START_DEADLINE_S, ActorDied
 from monarch_rl.observe.metrics import GeneratorReport
+from monarch_rl.output import check_output_dir, make_output_dir
 from monarch_rl.running import STOP_S, Halted, Running
 from monarch_rl.supervise import answer, cause, ended, root
 from monarch_rl.tables import Samples, Table
@@ -43,10 +44,11 @@ class Session(Running):
         Raises:
             UserError: something in the configuration is wrong.
         """
-        from monarch_rl.job import check, make_output_dir
-
-        check(self.config)
+        check_output_dir(self.config)
+        preflight.check(self.config)
         make_output_dir(self.config)
+        ranks, replicas = self.config.trainer.ranks, self.config.generator.replicas
+        self._records.console.say(f"starting {_count(ranks, 'trainer rank')} and {_count(replicas, 'vLLM engine')}")
         try:
             self._records.start()
             self._state = "starting"
@@ -316,3 +318,7 @@ class Session(Running):
 
     def _summary(self) -> Table:
         return tables.of_session(self.config, self._state, self.version, self._records.rows)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number > 1 else ''}"

@@ -18,8 +18,8 @@ from types import FrameType
 from monarch_rl.cluster.hosts import expected_nodes
 from monarch_rl.cluster.placement import place
 from monarch_rl.config import Config, UserError
-from monarch_rl.job import make_output_dir
 from monarch_rl.observe.console import complain, say
+from monarch_rl.output import make_output_dir
 
 POLL_S = 1.0
 """Between two looks at the console's file."""

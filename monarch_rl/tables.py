@@ -152,7 +152,14 @@ def _episodes(group: Group, version: Version) -> Iterable[tuple[object, ...]]:
     question = content if isinstance(content, str) else content[-1]["content"]
     for at, episode in enumerate(group.episodes):
         reward = episode.error if episode.reward is None else episode.reward
-        yield question if at == 0 else "", episode.text, reward, episode.sampled_tokens, _span(episode), _behind(episode, version)
+        yield (
+            question if at == 0 else "",
+            episode.transcript or episode.text,
+            reward,
+            episode.sampled_tokens,
+            _span(episode),
+            _behind(episode, version),
+        )
 
 
 def _span(episode: Episode) -> str:

@@ -25,6 +25,7 @@ class Trajectory:
         self.sampled_tokens = 0
         self._parts: list[Generation] = []
         self._masks: list[bool] = []
+        self._shown = ""
         self._prompt_tokens = len(prompt_ids)
         self.append_told(prompt_ids)
 
@@ -46,14 +47,16 @@ class Trajectory:
     def append_sampled(self, generation: Generation, text: str) -> None:
         """One turn of the model; `text` is what it wrote."""
         self.turns.append(text)
+        self._shown += text
         self.truncated = generation.finish_reason == "length"
         self.replica = generation.replica
         self.sampled_tokens += len(generation.ids_T)
         self._parts.append(generation)
         self._masks.append(True)
 
-    def append_told(self, ids: Sequence[int]) -> None:
-        """Tokens that no policy sampled; they are not trained."""
+    def append_told(self, ids: Sequence[int], text: str = "") -> None:
+        """Tokens that no policy sampled; they are not trained. `text` is what they say, for display."""
+        self._shown += f"⟨{text}⟩" if text else ""
         ids_T = np.asarray(ids, np.int32)
         self._parts.append(Generation(ids_T, np.zeros(len(ids), np.float32), np.full(len(ids), NOT_SAMPLED, np.int64), "stop"))
         self._masks.append(False)
@@ -69,4 +72,5 @@ class Trajectory:
             error=self.error,
             truncated=self.truncated,
             temperature=temperature,
+            transcript=self._shown if len(self.turns) > 1 else "",
         )

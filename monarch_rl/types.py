@@ -109,6 +109,8 @@ class Episode(_Compact):
     """Ended by the token budget and not by an end token."""
     temperature: float = 1.0
     """That its tokens were sampled at."""
+    transcript: str = ""
+    """Of an episode of several turns: the text with what the model was told in ⟨ ⟩."""
 
     @property
     def sampled_tokens(self) -> int:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, TextIO
 
+from monarch_rl.config import UserError
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.observe.timeline import Span
 from monarch_rl.types import Group
@@ -87,7 +88,12 @@ class PlainConsole:
 
 
 def say(line: str) -> None:
-    print(line, flush=True)
+    """Raises UserError: stdout takes no more, e.g. a full disk."""
+    try:
+        print(line, flush=True)
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what Python flushes at exit must go somewhere
+        raise UserError(f"cannot write to stdout: {error.strerror}") from error
 
 
 def complain(line: str) -> None:
@@ -118,12 +124,15 @@ def step_line(row: Mapping[str, Any], steps: int) -> str:
 
 
 def rollout_lines(groups: Iterable[Group]) -> list[str]:
-    """Reward, prompt and completion of the first episodes of some groups, one line of at most 120 columns each."""
+    """Reward, prompt and completion of the first episodes of some groups, one line of at most 120 columns each.
+
+    What the model was told stands in ⟨ ⟩.
+    """
     lines = []
     for group in groups:
         for episode in group.episodes[:2]:
             reward = "unscorable" if episode.reward is None else f"{episode.reward:g}"
-            line = visible(f"    [{reward}] {question(group)}{episode.text}")
+            line = visible(f"    [{reward}] ⟨{question(group)}⟩{episode.transcript or episode.text}")
             lines.append(line if len(line) <= LINE else line[: LINE - 1] + "…")
     return lines
 

@@ -22,6 +22,8 @@ class GeneratorReport:
     """sampled"""
     idle_s: float = 0.0
     """time without a request"""
+    asleep: bool = False
+    """without a request now, so that `idle_s` goes on growing"""
     pulled: int = 0
     """versions swapped in"""
     rejected: int = 0

@@ -328,7 +328,7 @@ def _legend() -> Text:
 
 def _rollouts(view: View, width: int, most: int) -> Lines:
     episodes = [(group, episode) for group in view.samples for episode in group.episodes[:2]][-most:]
-    rows = [(_score(e), grey(_versions(e)), visible(question(group)), e.text) for group, e in episodes]
+    rows = [(_score(e), grey(_versions(e)), visible(question(group)), e.transcript or e.text) for group, e in episodes]
     scores, spans = max(6, *[len(row[0]) for row in rows]), max(8, *[len(row[1]) for row in rows])
     room = width - 4 - scores - spans - 6
     asked = min(room * 2 // 5, max(6, *[cell_len(row[2]) for row in rows]))

@@ -221,7 +221,7 @@ def _rollout(group: Row, episode: Row) -> str:
     asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     reward = "unscorable" if episode["reward"] is None else f"{episode['reward']:g}"
     versions = "–".join(dict.fromkeys(episode["versions"]))
-    text = f"{escape(asked)} <b>{escape(episode['completion'])}</b>"
+    text = f"{escape(asked)} <b>{escape(str(episode.get('transcript', episode['completion'])))}</b>"
     return f"<tr><td>{group['step']}</td><td>{reward}</td><td>{versions}</td><td><code>{text}</code></td></tr>"
 
 

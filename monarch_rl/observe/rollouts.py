@@ -41,8 +41,10 @@ def reopen(path: Path, after: int) -> TextIO:
 
 def _episode(episode: Episode) -> dict[str, object]:
     versions = episode.versions()
+    transcript = {"transcript": episode.transcript} if episode.transcript else {}
     return {
         "completion": episode.text,
+        **transcript,
         "reward": episode.reward,
         "error": episode.error,
         "tokens": episode.sampled_tokens,

@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from monarch_rl.observe.timeline import Count, Record, Span
 
@@ -37,16 +37,14 @@ Event = dict[str, Any]
 
 
 class Trace:
-    """Writes `timeline.json`. An earlier file of that name is kept beside it: a run that is resumed begins a new one."""
+    """Writes `timeline.json`, from the first record on. An earlier file of that name is kept beside it: a resumed run begins a new one."""
 
     def __init__(self, path: Path) -> None:
-        if path.exists():
-            path.rename(next(p for n in range(1, 10_000) if not (p := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists()))
+        self._path = path
         self.offsets_ns: dict[str, int] = {}
         """By lane: how far its host's clock is ahead of ours."""
         self._start_ns = time.time_ns()
-        self._file = path.open("w", encoding="utf-8")
-        self._file.write(f'{{"displayTimeUnit":"ms","otherData":{{"start_unix_ns":{self._start_ns}}},"traceEvents":[\n')
+        self._file: TextIO | None = None
         self._lanes: dict[str, int] = {}
         self._tracks: set[tuple[int, int]] = set()
         self._row_ends: dict[int, list[int]] = {}
@@ -58,6 +56,8 @@ class Trace:
         self._left_out: Counter[str] = Counter()
 
     def add(self, lane: str, records: Iterable[Record]) -> None:
+        if self._file is None:
+            self._file = self._open()
         offset_ns = self.offsets_ns.get(lane, 0)
         for record in records:
             if isinstance(record, Count):
@@ -68,7 +68,7 @@ class Trace:
 
     def close(self) -> None:
         """Complete the file. A second call does nothing."""
-        if self._file.closed:
+        if self._file is None or self._file.closed:
             return
         for lane, since_ns in self._decoding_ns.items():
             self._put(lane, "decode", since_ns, max(since_ns, self._ends_ns[lane]))
@@ -76,6 +76,14 @@ class Trace:
         metadata = left_out | {"clock_offsets_ns": self.offsets_ns}
         self._file.write(f'{{"ph":"M","pid":0,"name":"end","args":{{}}}}\n],"metadata":{json.dumps(metadata)}}}\n')
         self._file.close()
+
+    def _open(self) -> TextIO:
+        path = self._path
+        if path.exists():
+            path.rename(next(p for n in range(1, 10_000) if not (p := path.with_name(f"{path.stem}.{n}{path.suffix}")).exists()))
+        file = path.open("w", encoding="utf-8")
+        file.write(f'{{"displayTimeUnit":"ms","otherData":{{"start_unix_ns":{self._start_ns}}},"traceEvents":[\n')
+        return file
 
     def _span(self, lane: str, span: Span) -> None:
         self._ends_ns[lane] = max(self._ends_ns[lane], span.end_ns)
@@ -137,6 +145,7 @@ class Trace:
             self._left_out[event["name"]] += 1
             return
         self._events += 1
+        assert self._file is not None
         self._file.write(json.dumps(event, separators=(",", ":")) + ",\n")
 
     def _us(self, at_ns: int) -> float:

@@ -96,7 +96,7 @@ class Trackio:
     def start(self, run: Run) -> None:
         import trackio
 
-        self._trackio = trackio
+        self._trackio: Any = trackio
         quiet: dict[str, Any] = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         trackio.init(project=PROJECT, name=f"{run.name}-{run.id}", config=run.config, resume="allow", **quiet)
 

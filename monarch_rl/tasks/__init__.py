@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import hashlib
 import importlib
 import importlib.util
 import inspect
+import pickle
 import random
+import reprlib
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -19,6 +22,7 @@ from types import ModuleType
 from typing import Any, NamedTuple, Protocol, Self
 
 from monarch_rl.config import UserError, is_object, label
+from monarch_rl.supervise import cause
 from monarch_rl.types import Message, Prompt, Split
 
 BUILT_IN = {"arithmetic": "Arithmetic", "calculator": "Calculator", "gsm8k": "GSM8K"}
@@ -89,6 +93,47 @@ class Observation(NamedTuple):
     error: str | None = None
 
 
+class PromptError(Exception):
+    """The task could not make a prompt; the message names task, ordinal and cause."""
+
+
+def make_prompt(task: Task, ordinal: int, split: Split) -> Prompt:
+    """`task.prompt`, whose result is looked at before it goes on its way.
+
+    Raises:
+        UserError: the task's own. PromptError: anything else that it raises, or what cannot be a prompt.
+    """
+    try:
+        prompt = task.prompt(ordinal, split)
+    except (UserError, PromptError):
+        raise
+    except Exception as error:
+        raise PromptError(f"task {task.name}: prompt {ordinal} cannot be made: {type(error).__name__}: {cause(error)}") from error
+    if fault := _fault(prompt, ordinal):
+        raise PromptError(f"task {task.name}: prompt {ordinal} {fault}")
+    return prompt
+
+
+def _fault(prompt: Any, ordinal: int) -> str:
+    """What is wrong with what a task calls a prompt, as the end of a sentence; empty: nothing."""
+    if not isinstance(prompt, Prompt):
+        return f"is {reprlib.repr(prompt)}, not a Prompt"
+    if prompt.ordinal != ordinal:
+        return f"says that it is prompt {prompt.ordinal}"
+    if not isinstance(prompt.content, str) and not is_conversation(prompt.content):
+        return f"asks {reprlib.repr(prompt.content)}, which is neither text nor a list of messages with role and content"
+    try:
+        pickle.dumps(prompt)  # it goes from process to process
+    except Exception as error:
+        return f"has an answer that cannot be pickled: {cause(error)}"
+    return ""
+
+
+def is_conversation(content: Any) -> bool:
+    """Whether it is a list of messages."""
+    return isinstance(content, list) and bool(content) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in content)
+
+
 def has_environment(task: Task) -> bool:
     """Whether the task has an `observe` of its own."""
     return type(task).observe is not Task.observe
@@ -157,13 +202,27 @@ def _user_attribute(spec: str) -> Any:
     file, colon, attribute = spec.rpartition(":")
     if file == "notebook":
         raise UserError(f"task={spec} was defined in a notebook: put it into a file, and use task=path/to/file.py:{attribute}")
+    if not colon and spec.endswith(".py"):
+        raise UserError(f"task={spec}: say which class of it: {_classes(spec)}")
     if not colon or not file.endswith(".py"):
         known = f"{', '.join(BUILT_IN)}, reasoning_gym:NAME"
-        raise UserError(f"task={spec}: neither a built-in task ({known}) nor path/to/file.py:name{_nearest(spec, BUILT_IN)}")
+        files = {path.stem: f"{path}:NAME" for path in Path().glob("*.py")}
+        near = next((files.get(name, name) for name in difflib.get_close_matches(spec, [*BUILT_IN, *files], n=1)), None)
+        hint = f"; did you mean {near!r}?" if near else ""
+        raise UserError(f"task={spec}: neither a built-in task ({known}) nor path/to/file.py:name{hint}")
     module = _import_file(Path(file), spec)
     if not hasattr(module, attribute):
         raise UserError(f"task={spec}: {file} has no attribute {attribute!r}{_nearest(attribute, vars(module))}")
     return getattr(module, attribute)
+
+
+def _classes(file: str) -> str:
+    """The classes of a file, as `task` would name them; the file is read and not run."""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"{file}:NAME ({file} cannot be read: {cause(error)})"
+    return " or ".join(f"{file}:{node.name}" for node in tree.body if isinstance(node, ast.ClassDef)) or f"{file}:NAME"
 
 
 def _import_file(file: Path, spec: str) -> ModuleType:

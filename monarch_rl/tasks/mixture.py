@@ -13,7 +13,7 @@ from fractions import Fraction
 from typing import Any
 
 from monarch_rl.config import UserError
-from monarch_rl.tasks import Completion, Task, load_task
+from monarch_rl.tasks import Completion, Task, load_task, make_prompt
 from monarch_rl.types import Message, Prompt, Split
 
 LONGEST_PERIOD = 100_000
@@ -34,7 +34,7 @@ class Mixture(Task):
 
     def prompt(self, ordinal: int, split: Split) -> Prompt:
         part, own = self.place(ordinal)
-        return replace(self.parts[part].prompt(own, split), ordinal=ordinal, task=self._names[part])
+        return replace(make_prompt(self.parts[part], own, split), ordinal=ordinal, task=self._names[part])
 
     def reward(self, prompt: Prompt, completion: Completion) -> float:
         return self.part_of(prompt).reward(self._own(prompt), completion)

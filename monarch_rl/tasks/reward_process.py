@@ -25,7 +25,7 @@ import cloudpickle
 
 from monarch_rl.config import UserError, label
 from monarch_rl.observe import timeline
-from monarch_rl.tasks import Completion, Observation, Score, Task, TaskSpec, load_task
+from monarch_rl.tasks import Completion, Observation, Score, Task, TaskSpec, is_conversation, load_task
 from monarch_rl.types import Message, Prompt
 
 LENGTH = struct.Struct("!Q")
@@ -35,6 +35,8 @@ PR_SET_PDEATHSIG = 1
 Call = Literal["reward", "observe"]
 FAULT: dict[Call, str] = {"reward": "RewardError", "observe": "ObserveError"}
 """What an episode's error begins with."""
+NO_REWARD = "reward is"
+"""Begins the error of a reward that returns what is none."""
 
 
 SPANS: dict[Call, str] = {"reward": "score", "observe": "observe"}
@@ -166,9 +168,12 @@ def main() -> None:
         said = UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"the task cannot be loaded: {_one_line(error)}")
         _write(replies, said)
         return
-    _write(replies, None)
-    while (body := _read(requests)) is not None:
-        _write(replies, _answer(task, *pickle.loads(body)))
+    try:
+        _write(replies, None)
+        while (body := _read(requests)) is not None:
+            _write(replies, _answer(task, *pickle.loads(body)))
+    except ConnectionError:
+        os._exit(0)  # the parent is gone, and nobody is to hear of it: not from the buffer's own end either
 
 
 def _answer(task: Task, what: Call, prompt: Prompt, said: Any) -> tuple[Any, str | None]:
@@ -184,9 +189,9 @@ def _answer(task: Task, what: Call, prompt: Prompt, said: Any) -> tuple[Any, str
 def _reward(task: Task, prompt: Prompt, completion: str) -> float:
     reward = task.reward(prompt, completion if isinstance(completion, Completion) else Completion(completion))
     if not hasattr(reward, "__float__"):
-        raise Unusable(f"reward is {reward!r}, not a number")
+        raise Unusable(f"{NO_REWARD} {reward!r}, not a number")
     if not math.isfinite(reward):
-        raise Unusable(f"reward is {float(reward)}")
+        raise Unusable(f"{NO_REWARD} {float(reward)}")
     return float(reward)
 
 
@@ -199,7 +204,7 @@ def _observation(task: Task, prompt: Prompt, turns: Sequence[str]) -> str | list
         if not isinstance(told, str):
             raise Unusable(f"the prompt is text, so an observation must be text: {told!r}")
         return told
-    if not isinstance(told, list) or not told or not all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in told):
+    if not is_conversation(told):
         raise Unusable(f"the prompt is messages, so an observation must be a list of messages: {told!r}")
     return told
 

@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
-from monarch_rl.engine import PromptTooLong
+from monarch_rl.engine import PromptTooLong, UnusablePrompt
 from monarch_rl.rendering import Renderer
 from monarch_rl.types import Generation, Group, Lease, Prompt, Sampling, Version
 
 
 class ScriptedGenerator(Actor):
-    """Answers a context with what `script` has for it: one list of ids per seed, or "too long". Version 0.n for the nth request."""
+    """Answers a context with what `script` has for it: one list of ids per seed, or why it refuses. Version 0.n for the nth request."""
 
     def __init__(self, script: dict[str, Any], model: str = "tiny") -> None:
         self._script, self._renderer = script, Renderer(model)
@@ -25,6 +25,8 @@ class ScriptedGenerator(Actor):
         replies = self._script[self._renderer.decode(ids)]
         if replies == "too long":
             raise PromptTooLong("no room")
+        if replies == "unusable":
+            raise UnusablePrompt("no token")
         version = Version(0, len(self._asked)).pack()
         return [self._generation(reply[: sampling.max_new_tokens], len(reply) > sampling.max_new_tokens, version) for reply in replies]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from monarch.actor import this_host
+from monarch.actor import ActorError, this_host
 
 from actors.rollout import RolloutWorker
 from actors.scorer import Scorer
@@ -75,7 +75,7 @@ class Rig:
         self.generator = mesh.spawn("generator", ScriptedGenerator, script)
         self.desk = mesh.spawn("desk", Desk, [prompt])
         scorers = [mesh.spawn(f"scorer_{at}", Scorer, task, {}, 0, 3.0) for at in range(scorers)]
-        self.worker = mesh.spawn("worker", RolloutWorker, config, self.desk, [self.generator], scorers)
+        self.worker = mesh.spawn("worker", RolloutWorker, config, self.desk, {0: self.generator}, scorers)
 
     async def group(self) -> Group:
         (done,) = await self.work()
@@ -121,6 +121,7 @@ async def test_a_conversation_continues_the_sampled_ids(rig: Any) -> None:
     long, short = group.episodes
     assert list(long.ids_T) == [*prompts, *said("bye.")]
     assert (long.text, short.text) == ("hi<1>bye.", "no.")
+    assert (long.transcript, short.transcript) == ("hi⟨<1>⟩bye.", "")
     assert (long.reward, short.reward) == (2.09, 1.03)
 
 
@@ -166,6 +167,18 @@ async def test_a_context_that_ends_truncates_the_episode(rig: Any) -> None:
     assert (cut.truncated, cut.text, cut.reward) == (True, "a", 0.0)
     assert (whole.truncated, whole.text) == (False, "b<1>c.")
     assert await rig({"go": "too long"}).work() == ["dropped: no room"]
+
+
+async def test_a_prompt_that_no_attempt_can_use_is_not_tried_again(rig: Any) -> None:
+    assert await rig({"go": "unusable"}).work() == ["dropped: no token"]
+
+
+async def test_held_out_prompts_that_are_none_are_named(rig: Any, tmp_path: Path) -> None:
+    """The prompt of an evaluation is made by the worker."""
+    (tmp_path / "talk.py").write_text(USER_FILE.replace('Prompt(ordinal, "go", answer="secret")', "None if ordinal else Prompt(0, 'go')"))
+    talk = rig({"go": [said("no.")]})
+    with pytest.raises(ActorError, match="task talk: prompt 1 is None, not a Prompt"):
+        await talk.worker.evaluate.call_one(range(2), 0)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import signal
 import sys
 import textwrap
@@ -19,7 +20,7 @@ from monarch.actor import ActorError, this_host
 from actors.scorer import Scorer
 from monarch_rl.config import UserError
 from monarch_rl.tasks import Score
-from monarch_rl.tasks.reward_process import RewardProcess
+from monarch_rl.tasks.reward_process import LENGTH, RewardProcess
 from monarch_rl.types import Prompt
 
 PROMPT = Prompt(0, "4+7+2=", answer=13)
@@ -211,7 +212,7 @@ async def test_the_child_dies_with_its_parent_in_the_middle_of_a_reward(user_fil
     """Case 71: the parent is killed outright."""
     program = f"""
     import asyncio
-    from monarch_rl.tasks.reward_process import RewardProcess
+    from monarch_rl.tasks.reward_process import LENGTH, RewardProcess
     from monarch_rl.types import Prompt
     asyncio.run(RewardProcess({f"{user_file}:Odd"!r}, {{}}, 0).score(Prompt(0, ""), "helper {tmp_path}/pids", 60))
     """
@@ -222,6 +223,19 @@ async def test_the_child_dies_with_its_parent_in_the_middle_of_a_reward(user_fil
     child, helper = map(int, (tmp_path / "pids").read_text().split())
     await eventually(lambda: gone(child))
     os.kill(helper, signal.SIGKILL)  # the reward's own children are ended by a deadline, not by the parent's death
+
+
+async def test_the_child_says_nothing_when_its_parent_has_gone(user_file: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """It finds the socket closed when it has a score to send."""
+    process = RewardProcess(f"{user_file}:Odd", {}, seed=0)
+    await process.start()
+    child = process._child
+    assert child is not None
+    body = pickle.dumps(("reward", PROMPT, "give time.sleep(0.3)"))
+    child.writer.write(LENGTH.pack(len(body)) + body)
+    child.writer.close()
+    assert await asyncio.wait_for(child.process.wait(), 10) == 0
+    assert capfd.readouterr().err == ""
 
 
 # ---------------------------------------------------------------- the actor

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from monarch_rl.configure import load
-from monarch_rl.job import make_output_dir
+from monarch_rl.output import make_output_dir
 from monarch_rl.session import Session
 from tests.e2e.jobs import SMALL
 

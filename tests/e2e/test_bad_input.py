@@ -98,15 +98,21 @@ def test_rewards_and_prompts_that_go_wrong_are_counted_and_the_run_goes_on(tmp_p
     assert "long" not in {group["answer"] for group in groups}
     assert job.rows[-1]["buffer/dropped_refused"] >= 3
     assert job.rows[0]["eval/unscorable"] >= 1
-    for line in job.err.splitlines():
-        assert re.fullmatch(r"prompt \d+ is dropped: a prompt of 602 tokens leaves no room in a context of 512 tokens", line)
+    too_long = r"task unruly: prompt \d+ is dropped: a prompt of 602 tokens leaves no room in a context of 512 tokens \(\d+ so far\)"
+    unscorable = r"scorer 0: \d+ unscorable so far, the last of prompt \d+: .*"
+    assert all(re.fullmatch(f"{too_long}|{unscorable}", line) for line in job.err.splitlines()), job.err
+    assert "unscorable so far" in job.err
+    assert 1 <= job.err.count("is dropped") <= 5
 
 
 def test_a_reward_that_always_raises_ends_the_run_with_its_words(tmp_path: Path) -> None:
     """Cases 15, 18."""
     job = finished(tmp_path, *SMALL, f"task={TASKS}:Broken", "buffer.max_dead_steps=2")
     assert job.process.returncode == 1
-    (line,) = job.err.splitlines()
+    *before, line = job.err.splitlines()
+    said = r"scorer 0: (\d+) unscorable so far, the last of prompt \d+: RewardError: LookupError: the key of the answers is lost"
+    assert [re.fullmatch(said, told)[1] for told in before][:3] == ["1", "10", "20"]  # type: ignore[index]
+    assert len(before) < 10
     assert line.startswith("error: ")
     assert "buffer.max_dead_steps=2" in line
     assert "LookupError: the key of the answers is lost" in line

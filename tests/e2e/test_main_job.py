@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from monarch_rl.output import RUN_FILES
+
 STEPS = 8
 SHORT = f"steps={STEPS} buffer.prompts_per_step=16 eval.prompts=64 eval.every=4 trainer.warmup_steps=2 console.rollouts_every=4".split()
 
@@ -75,6 +77,11 @@ def test_the_console_says_what_matters_and_nothing_else(run: Run) -> None:
     assert sum(line.startswith("step ") for line in lines) == STEPS + 1
     assert lines[-1].startswith("done: model in ")
     assert run.done.stderr == ""
+
+
+def test_it_writes_what_a_later_run_moves_aside_and_nothing_else(run: Run) -> None:
+    names = {path.name for path in run.folder.iterdir()}
+    assert {"config.yaml", "metrics.jsonl", "rollouts.jsonl", "report.html", "timeline.json", "model"} <= names <= RUN_FILES
 
 
 def test_the_timeline_is_a_chrome_trace(run: Run) -> None:

@@ -114,10 +114,16 @@ def test_step_line_keeps_the_evaluation_within_120_columns(row: dict[str, Any]) 
 def test_rollout_lines_are_one_line_each_and_harmless() -> None:
     """A sampled escape sequence must not reach the terminal."""
     lines = rollout_lines([group("a\nb\x1b[2Jc", 1.0, None), group("x" * 300, 0.25, prompt=[{"role": "user", "content": "Why?"}])])
-    assert lines[0] == "    [1] 1+2=a⏎b·[2Jc"
+    assert lines[0] == "    [1] ⟨1+2=⟩a⏎b·[2Jc"
     assert lines[1].startswith("    [unscorable] ")
-    assert lines[2].startswith("    [0.25] Why?xxx")
+    assert lines[2].startswith("    [0.25] ⟨Why?⟩xxx")
     assert max(map(len, lines)) == 120
+
+
+def test_what_an_environment_said_is_told_apart() -> None:
+    talk = group("[12*7]84#84", 1.0)
+    talk.episodes[0].transcript = "[12*7]⟨84⟩#84"
+    assert rollout_lines([talk]) == ["    [1] ⟨1+2=⟩[12*7]⟨84⟩#84"]
 
 
 def test_plain_console_prints_lines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,7 +135,7 @@ def test_plain_console_prints_lines(capsys: pytest.CaptureFixture[str]) -> None:
     plain.rollouts([group("old", 1.0), group("new", 1.0), group("newest", 0.0)])
     plain.say("done: model")
     plain.close()
-    assert capsys.readouterr().out.splitlines() == [step_line(ROW, 50), "    [1] 1+2=new", "    [0] 1+2=newest", "done: model"]
+    assert capsys.readouterr().out.splitlines() == [step_line(ROW, 50), "    [1] ⟨1+2=⟩new", "    [0] ⟨1+2=⟩newest", "done: model"]
 
 
 class Terminal(io.TextIOWrapper):

@@ -41,7 +41,7 @@ def test_prompts_come_in_order_and_are_made_ahead_by_a_thread() -> None:
 
 
 def test_errors_name_task_and_ordinal() -> None:
-    with pytest.raises(PromptError, match="task squares: asked for prompt 5, got one that says it is 55"):
+    with pytest.raises(PromptError, match="task squares: prompt 5 says that it is prompt 55"):
         next(PromptStream(Squares(), ahead=1, start=5))
     with pytest.raises(PromptError, match="task squares: prompt 7 cannot be made: KeyError: 'row 7'"):
         next(PromptStream(Squares(), ahead=1, start=7))

@@ -65,6 +65,12 @@ def test_best_and_worst_are_of_different_prompts_and_from_the_end_of_the_run(tmp
     assert '<th>2 steps</th><td><meter value="0.188"></meter></td><td>19%</td>' in page
 
 
+def test_what_an_environment_said_is_told_apart(tmp_path: Path) -> None:
+    episode = {"completion": "[12*7]84#84", "transcript": "[12*7]⟨84⟩#84", "reward": 1.0, "versions": ["0.0"]}
+    lines(tmp_path / "rollouts.jsonl", {"step": 1, "prompt": "12*7=", "episodes": [episode]})
+    assert "12*7= <b>[12*7]⟨84⟩#84</b>" in write_report(tmp_path).read_text()
+
+
 def test_a_run_that_ended_before_its_first_step_has_a_report(tmp_path: Path) -> None:
     lines(tmp_path / "metrics.jsonl")
     page = write_report(tmp_path).read_text()

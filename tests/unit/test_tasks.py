@@ -305,3 +305,14 @@ def test_demonstrations_of_the_warm_start_earn_the_reward() -> None:
         for prompt in (task.prompt(ordinal, "train") for ordinal in range(50)):
             turns = course.worked(prompt)
             assert task.reward(prompt, Completion("".join(turns), turns)) == 1.0
+
+
+def test_a_task_that_is_half_named_is_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rev.py").write_text("raise SystemExit('run')\nclass Reverse: ...\nclass Other: ...\n")
+    (tmp_path / "torn.py").write_text("class Reverse(")
+    assert refusal("rev.py") == "task=rev.py: say which class of it: rev.py:Reverse or rev.py:Other"
+    assert refusal("revv").endswith("did you mean 'rev.py:NAME'?")
+    assert refusal("arithmetics").endswith("did you mean 'arithmetic'?")
+    assert "torn.py:NAME (torn.py cannot be read: " in refusal("torn.py")
+    assert "nowhere.py cannot be read: " in refusal("nowhere.py")

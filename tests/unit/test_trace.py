@@ -119,6 +119,10 @@ def test_a_run_that_was_killed_leaves_a_file_that_can_be_read_and_is_kept(path: 
     assert list(lanes.read(read(path))) == [("trainer 0", Span("train", 0, 2 * MS))]
     again = Trace(path)
     again.close()
+    assert not path.with_name("timeline.1.json").exists(), "there was nothing to write"
+    again = Trace(path)
+    again.add("trainer 1", [])
+    again.close()
     assert read(path.with_name("timeline.1.json"))
     assert [event["name"] for event in read(path)] == ["end"]
 
