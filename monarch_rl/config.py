@@ -383,6 +383,8 @@ def _check_hosts(cluster: ClusterConfig) -> None:
         raise ConfigError("cluster.hosts: cluster.kind=attach needs at least one address, e.g. [tcp://10.0.0.1:7000]")
     if twice := [address for address, count in Counter(cluster.hosts).items() if count > 1]:
         raise ConfigError(f"cluster.hosts: names {twice[0]} twice")
+    if cluster.heartbeat_s < 5:
+        raise ConfigError(f"cluster.heartbeat_s: must be at least 5, for there is one beat a second, got {cluster.heartbeat_s:g}")
     if wrong := [address for address in cluster.hosts if not cluster_config.ADDRESS.fullmatch(address)]:
         raise ConfigError(f"cluster.hosts: must be tcp://HOST:PORT, got {wrong[0]!r}")
 

@@ -76,16 +76,20 @@ class Hosts:
         Raises:
             UserError: names the worker that cannot be had, and why.
         """
-        if self._heart is None:
+        heart = self._heart
+        if heart is None:
             raise UserError("cluster.kind=local: a run on this host only takes no others; see cluster.kind=attach")
         found = await _each(partial(_look, self._config), [parse(address, "cluster.hosts") for address in addresses])
-        links = [link for link, _ in found]
-        for link in links:  # before the next can fail: from here on they hear that we live
-            self._links.append(link)
+        self._links += [link for link, _ in found]
         _use_transport([link.own_ip for link in self._links])
-        parents = await _each(lambda at: found[at][0].start(found[at][1].python), range(len(found)))
-        for link in links:
-            self._heart.add(link)
+
+        def start(looked: tuple[Link, Facts]) -> Host:
+            link, seen = looked
+            parent = link.start(seen.python)
+            heart.add(link)  # at once: others may take longer than a worker waits for a heartbeat
+            return parent
+
+        parents = await _each(start, found)
         first = len(self.facts)
         self._parents += parents
         self.facts += [seen for _, seen in found]
