@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -40,3 +41,16 @@ class ClusterConfig:
     """so long before its time limit the submitted job is told to save and to queue again"""
     sbatch_args: list[str] = field(default_factory=list)
     """further arguments of sbatch, e.g. [--exclusive, --mem=0]"""
+
+
+def mistake(cluster: ClusterConfig) -> str:
+    """What is wrong between its values, in a line that begins with the key; empty when nothing is."""
+    if cluster.kind == "attach" and not cluster.hosts:
+        return "cluster.hosts: cluster.kind=attach needs at least one address, e.g. [tcp://10.0.0.1:7000]"
+    if twice := [address for address, count in Counter(cluster.hosts).items() if count > 1]:
+        return f"cluster.hosts: names {twice[0]} twice"
+    if wrong := [address for address in cluster.hosts if not ADDRESS.fullmatch(address)]:
+        return f"cluster.hosts: must be tcp://HOST:PORT, got {wrong[0]!r}"
+    if cluster.heartbeat_s < 5:
+        return f"cluster.heartbeat_s: must be at least 5, for there is one beat a second, got {cluster.heartbeat_s:g}"
+    return ""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -313,7 +312,8 @@ def validate(config: Config) -> None:
         raise ConfigError(f"generator.engine.{name}: not passed on to vLLM; " + (f"set {instead}" if instead else "leave it out"))
     _check_ages(config)
     _check_task(config)
-    _check_hosts(config.cluster)
+    if wrong := cluster_config.mistake(config.cluster):
+        raise ConfigError(wrong)
     if not str(config.output_dir).strip():
         raise ConfigError("output_dir: must name a folder, e.g. runs/NAME")
     if config.generator.temperature < COLDEST:
@@ -376,17 +376,6 @@ def _check_task(config: Config) -> None:
             raise ConfigError(f"task[{at}].weight: must be a finite number above 0, got {weight!r}")
         if not isinstance(part.get("args", {}), dict):
             raise ConfigError(f"task[{at}].args: must be a mapping, got {part['args']!r}")
-
-
-def _check_hosts(cluster: ClusterConfig) -> None:
-    if cluster.kind == "attach" and not cluster.hosts:
-        raise ConfigError("cluster.hosts: cluster.kind=attach needs at least one address, e.g. [tcp://10.0.0.1:7000]")
-    if twice := [address for address, count in Counter(cluster.hosts).items() if count > 1]:
-        raise ConfigError(f"cluster.hosts: names {twice[0]} twice")
-    if cluster.heartbeat_s < 5:
-        raise ConfigError(f"cluster.heartbeat_s: must be at least 5, for there is one beat a second, got {cluster.heartbeat_s:g}")
-    if wrong := [address for address in cluster.hosts if not cluster_config.ADDRESS.fullmatch(address)]:
-        raise ConfigError(f"cluster.hosts: must be tcp://HOST:PORT, got {wrong[0]!r}")
 
 
 def _check_ages(config: Config) -> None:

@@ -140,6 +140,11 @@ def test_hosts_are_asked_for_and_named_once() -> None:
         config("cluster.kind=attach", "cluster.hosts=[tcp://h:1,tcp://h:1]")
 
 
+def test_a_heartbeat_leaves_time_for_some_beats() -> None:
+    with pytest.raises(ConfigError, match=r"cluster.heartbeat_s: must be at least 5, .* got 1$"):
+        config("cluster.heartbeat_s=1")
+
+
 def test_an_address_is_checked_with_the_other_keys() -> None:
     with pytest.raises(ConfigError, match=r"cluster.hosts: must be tcp://HOST:PORT, got 'h:1'"):
         config("cluster.kind=attach", "cluster.hosts=[h:1]")
