@@ -133,7 +133,8 @@ def until(reached: object, folder: Path) -> None:
 
 def end(daemons: list[subprocess.Popen[bytes]]) -> None:
     """Steps that still run end with their slurmd's children."""
-    below = [process for daemon in daemons for process in psutil.Process(daemon.pid).children(recursive=True)]
+    running = [psutil.Process(daemon.pid) for daemon in daemons if daemon.poll() is None]
+    below = [process for daemon in running for process in daemon.children(recursive=True)]
     for daemon in reversed(daemons):
         daemon.terminate()
     for daemon in daemons:
