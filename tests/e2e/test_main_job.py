@@ -86,10 +86,10 @@ def test_it_writes_what_a_later_run_moves_aside_and_nothing_else(run: Run) -> No
 
 def test_the_timeline_is_a_chrome_trace(run: Run) -> None:
     events = json.loads((run.folder / "timeline.json").read_text())["traceEvents"]
-    lanes = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert lanes == {"trainer 0", "generator 0"}
+    lanes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert lanes == {"trainer 0", "generator 0", "replay buffer", "rollout 0", "scorer 0"}
     names = {event["name"] for event in events if event["ph"] == "X"}
-    assert names == {"wait", "train", "stage", "generate", "pull", "swap"}
+    assert names >= {"wait", "train", "stage", "generate", "pull", "swap", "rollout", "score", "evaluate"}
     pulled = [event["args"]["version"] for event in events if event["ph"] == "X" and event["name"] == "pull"]
     assert pulled[-1] == f"0.{STEPS}", "the last pull is missing"
 
