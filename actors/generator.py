@@ -180,7 +180,8 @@ class Generator(Actor):
         stats = self._engine.stats()
         pulls = self._pulls
         pulls.tokens, pulls.idle_s, pulls.asleep = stats.tokens, stats.idle_s, stats.running == 0
-        timeline.count("generator", step=pulls.step, running=stats.running, tokens=pulls.tokens, idle_s=round(pulls.idle_s, 3))
+        levels = {"step": pulls.step, "running": stats.running, "tokens": pulls.tokens, "idle_s": round(pulls.idle_s, 3)}
+        timeline.add(timeline.Count("generator", time.time_ns(), levels))
         self._metrics.report.broadcast(pulls, timeline.drain())
 
 

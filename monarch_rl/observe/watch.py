@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ async def watch(output_dir: Path, config: Config) -> Status:
         UserError: nothing says how the run is.
     """
     status = _status(output_dir)
-    shown = make_console(config, started=status.started)
+    ran_s = (time.time() if status.state == "running" else status.updated) - status.started
+    shown = make_console(config, started=time.time() - ran_s)
     view = _View(output_dir, config, shown)
     shown.start()
     try:
@@ -85,6 +87,10 @@ class _View:
         self._step = 0
 
     def look(self) -> None:
+        for line in self._groups.lines():
+            self._samples = [*self._samples[1 - console.SAMPLES :], json.loads(line)]
+        for line in self._rows.lines():  # before the reports of generators, which are compared with the trainer's step
+            self._row(json.loads(line))
         spans: dict[str, list[Span]] = {}
         for lane, record in self._lanes.read(events(self._events.lines())):
             if isinstance(record, Span):
@@ -95,10 +101,6 @@ class _View:
             self._shown.spans(lane, recorded)
         if self._reports:
             self._shown.reports(self._step, self._reports.values())
-        for line in self._groups.lines():
-            self._samples = [*self._samples[1 - console.SAMPLES :], json.loads(line)]
-        for line in self._rows.lines():
-            self._row(json.loads(line))
 
     def _row(self, row: dict[str, Any]) -> None:
         self._step = row["step"]
