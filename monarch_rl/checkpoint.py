@@ -6,8 +6,10 @@ controller adds `progress.json` and gives the folder its name last.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,7 +71,8 @@ def save(learner: Learner, folder: Path) -> None:
     """Collective; each rank writes its shards."""
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    save(_state(learner), checkpoint_id=folder)
+    with _one_line(OSError, f"the checkpoint cannot be written in {folder}"):
+        save(_state(learner), checkpoint_id=folder)
 
 
 def load(learner: Learner, folder: Path) -> None:
@@ -78,8 +81,20 @@ def load(learner: Learner, folder: Path) -> None:
     from torch.distributed.checkpoint.state_dict_loader import load
 
     state = _state(learner)
-    load(state, checkpoint_id=folder)
+    with _one_line(UserError, f"resume={folder}: does not fit this model, or is damaged"):
+        load(state, checkpoint_id=folder)
     set_state_dict(learner.model, learner.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+@contextlib.contextmanager
+def _one_line(kind: type[Exception], what: str) -> Iterator[None]:
+    """torch tells of every rank with its traceback, in an error that is no Exception; the reason comes last."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (Exception, CheckpointException) as error:
+        raise kind(f"{what}: {str(error).strip().splitlines()[-1].strip()}") from error
 
 
 def _state(learner: Learner) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class Meshes:
     async def alive(self, who: str, waited: Awaitable[Any]) -> Any:
         """Await something that may take long, unless a process dies meanwhile."""
         task = asyncio.ensure_future(waited)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end when nobody waits for it any more
         try:
             done, _ = await asyncio.wait({task, self.fault}, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
             if not done:

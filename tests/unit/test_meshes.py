@@ -1,0 +1,40 @@
+"""Waiting for something that may take long, unless a process dies; without processes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from monarch_rl.config import Config
+from monarch_rl.meshes import Meshes
+
+
+async def test_a_wait_that_is_given_up_is_not_heard_of_again() -> None:
+    """`asyncio.gather` among others ends with an error when it is cancelled, which asyncio would print if nobody looked at it."""
+    said: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(context))
+    parts = [asyncio.ensure_future(asyncio.sleep(60)) for _ in range(2)]
+    waiting = asyncio.ensure_future(Meshes(Config()).alive("engines", asyncio.gather(*parts)))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with suppress(asyncio.CancelledError):
+        await waiting
+    await asyncio.sleep(0.01)
+    del waiting, parts
+    gc.collect()
+    await asyncio.sleep(0)
+    assert said == []
+
+
+async def test_the_result_comes_through() -> None:
+    assert await Meshes(Config()).alive("engines", asyncio.sleep(0, "started")) == "started"
+    with pytest.raises(ZeroDivisionError):
+        await Meshes(Config()).alive("engines", divide())
+
+
+async def divide() -> float:
+    return 1 / 0
