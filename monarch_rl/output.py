@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -56,6 +57,11 @@ def holds_run(path: Path) -> bool:
     return (path / "metrics.jsonl").exists()
 
 
+def of_a_run(name: str) -> bool:
+    """Whether a run writes a file of this name. A resumed one keeps the earlier timelines under numbers."""
+    return name in RUN_FILES or bool(re.fullmatch(r"timeline\.\d+\.json", name))
+
+
 def _look(config: Config, path: Path) -> str:
     if config.resume == "none":
         _check_own(config, path)
@@ -89,7 +95,7 @@ def _check_own(config: Config, path: Path) -> None:
     """A new run may fill a folder that is new, empty, or holds nothing but a run."""
     if Path.cwd().is_relative_to(path.resolve()):
         raise UserError(f"output_dir={config.output_dir}: the folder you start from lies in it; name one for this run alone")
-    if path.is_dir() and (foreign := sorted(entry.name for entry in path.iterdir() if entry.name not in RUN_FILES)):
+    if path.is_dir() and (foreign := sorted(entry.name for entry in path.iterdir() if not of_a_run(entry.name))):
         raise UserError(f"output_dir={config.output_dir}: holds {foreign[0]}, which no run has written; name a folder for this run alone")
     if holds_run(path) and Path(config.model.path).expanduser().resolve().is_relative_to(path.resolve()):
         raise UserError(f"output_dir={config.output_dir}: would be moved aside, and model.path={config.model.path} is in it")

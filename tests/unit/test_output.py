@@ -21,7 +21,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def earlier(path: Path) -> Path:
     path.mkdir(parents=True)
-    for name in ("metrics.jsonl", "config.yaml", "report.html"):
+    for name in ("metrics.jsonl", "config.yaml", "report.html", "timeline.json", "timeline.1.json"):
         (path / name).write_text("earlier")
     (path / "model").mkdir()
     return path
