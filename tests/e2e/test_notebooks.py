@@ -38,6 +38,7 @@ def test_runs_from_top_to_bottom(path: Path, tmp_path: Path, monkeypatch: pytest
     assert errors == []
 
 
+@pytest.mark.timeout(300)
 def test_a_kernel_that_ends_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a restart does: the kernel is killed in the middle of a session."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))

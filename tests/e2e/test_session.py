@@ -15,6 +15,8 @@ from monarch_rl.configure import load
 from monarch_rl.session import Session
 from monarch_rl.types import Version
 
+pytestmark = pytest.mark.timeout(400)
+
 DEADLINE_S = 180.0
 SMALL = [
     *("recipe=grpo_qwen", "profile=cpu", "buffer.prompts_per_step=8", "trainer.warmup_steps=1", "eval.prompts=32", "eval.every=0"),
