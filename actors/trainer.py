@@ -49,8 +49,6 @@ class Trainer(Actor):
         if cuda:
             torch.cuda.init()  # or the device mesh would choose a device by LOCAL_RANK, while each process sees just one
             torch.cuda.set_device(0)
-        else:
-            torch.set_num_threads(int(self._config.cluster.cpu_threads))
         dist.init_process_group("nccl" if cuda else "gloo")
         mesh = init_device_mesh("cuda" if cuda else "cpu", (self._world,), mesh_dim_names=("fsdp",))
         self._learner = Learner(
