@@ -44,6 +44,7 @@ class Running:
         self._go = asyncio.Event()
         self._go.set()
         self._begun = asyncio.Event()
+        self._publishing = asyncio.Lock()
         self._turn = asyncio.Lock()  # held by a step, and by what must stand between two steps
         self._scaling = asyncio.Lock()
         self._keeper: asyncio.Task[None] | None = None
@@ -70,6 +71,10 @@ class Running:
 
     async def publish(self, version: Version | None = None) -> None:
         """Stage the trainer's weights for the generators, which pull them if they are newer than what they have."""
+        async with self._publishing:  # two may find that nothing is published yet
+            await self._publish(version)
+
+    async def _publish(self, version: Version | None) -> None:
         if self._published is None:
             plan = await self._replicas.started()
             rings = await answer(self._trainers.open_ring.call(plan), "trainers (staging slots)", START_DEADLINE_S)

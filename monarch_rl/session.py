@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from monarch_rl import figures, loop, preflight, tables
 from monarch_rl.changes import settle
@@ -38,17 +38,27 @@ class Session(Running):
     Training can run in the background, as `asyncio.create_task(session.train())`; everything else works meanwhile.
     """
 
+    _open: ClassVar[Session | None] = None
+    """Monarch tells a process of deaths in one place only, so sessions follow one another."""
+
     async def start(self) -> Session:
         """Look for mistakes, make the output folder, start all processes, load the model. Engines may still be starting when this returns.
 
         Raises:
-            UserError: something in the configuration is wrong.
+            UserError: something in the configuration is wrong, it was started before, or another session of this process is open.
         """
+        if self._state != "not started":
+            raise UserError(f"this session is {self._state}; make a new one: Session(config)")
+        if Session._open is not None:
+            raise UserError(
+                f"another session is open in this process ({Session._open.output_dir}): close it first, `await session.close()`"
+            )
         check_output_dir(self.config)
         preflight.check(self.config)
         make_output_dir(self.config)
         ranks, replicas = self.config.trainer.ranks, self.config.generator.replicas
         self._records.console.say(f"starting {_count(ranks, 'trainer rank')} and {_count(replicas, 'vLLM engine')}")
+        Session._open = self
         try:
             self._records.start()
             self._state = "starting"
@@ -90,6 +100,8 @@ class Session(Running):
         await self._meshes.close(max(1.0, ended - asyncio.get_running_loop().time()), STOP_S)
         await self._records.close()
         self._state = "closed"
+        if Session._open is self:
+            Session._open = None
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -101,8 +113,7 @@ class Session(Running):
         """
         if self._training is not None:
             raise UserError("this session is training already; pause() and resume() it, or wait for that to end")
-        if self._state in ("not started", "closed"):
-            raise UserError(f"this session is {self._state}")
+        self._check_open()
         self._training, self._state = asyncio.current_task(), "training"
         try:
             await loop.train(self, until)
@@ -140,6 +151,7 @@ class Session(Running):
             ConfigError: one of the keys or values is not allowed; then nothing is changed.
         """
         config, changed = settle(self.config, values)
+        self._check_open()
         if "trainer.lr" in changed:
             await answer(self._trainers.set_lr.call(config.trainer.lr), "trainers (learning rate)", START_DEADLINE_S)
         if changed.keys() & {"generator.temperature", "generator.max_new_tokens"}:
@@ -235,6 +247,7 @@ class Session(Running):
 
     async def rollouts(self, k: int = 8) -> Samples:
         """The `k` groups that were finished last, one episode a line."""
+        self._check_open()
         groups = await answer(self._buffer.samples.call_one(k), "replay buffer (samples)", 60.0)
         return tables.of_groups(groups, self.version)
 
@@ -280,8 +293,13 @@ class Session(Running):
     def _repr_html_(self) -> str:
         return self._summary()._repr_html_()
 
+    def _check_open(self) -> None:
+        if self._state in ("not started", "starting", "closed"):
+            raise UserError(f"this session is {self._state}" + ("; `await session.start()`" if self._state == "not started" else ""))
+
     async def _live(self) -> None:
         """The policy can be asked: the first weights are published, and the background runs."""
+        self._check_open()
         if self._published is None:
             await self.publish(self.version)
         await self._keep()
@@ -307,6 +325,7 @@ class Session(Running):
 
     def _reported(self) -> list[GeneratorReport]:
         """Of the generators that are here."""
+        self._check_open()
         reported = {report.replica: report for report in self._records.reports}
         return [reported.get(number, GeneratorReport(number)) for number in sorted(self._replicas.live)]
 

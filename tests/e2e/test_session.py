@@ -119,6 +119,24 @@ async def test_everything_works_while_it_trains(tmp_path: Path) -> None:
     check_every_prompt_was_trained_once(tmp_path, steps=last)
 
 
+async def test_cells_out_of_order_are_told_so(tmp_path: Path) -> None:
+    early = Session(config(tmp_path / "early"))
+    for too_early in (early.step(), early.generate("1+2="), early.rollouts(), early.set(lr=1e-4)):
+        with pytest.raises(UserError, match=r"this session is not started; `await session\.start\(\)`"):
+            await too_early
+    assert "not started" in repr(early)
+    async with Session(config(tmp_path / "run")) as session:
+        with pytest.raises(UserError, match=r"another session is open in this process \(.*run\): close it first"):
+            await early.start()
+        with pytest.raises(UserError, match="this session is ready; make a new one"):
+            await session.start()
+        first, second = await asyncio.gather(session.generate("1+2="), session.generate("1+2="))  # before anything is published
+        assert first.texts == second.texts
+    with pytest.raises(UserError, match="this session is closed"):
+        await session.step()
+    await session.close()
+
+
 async def test_sessions_one_after_another(tmp_path: Path) -> None:
     """In one process, as in a notebook; the second goes on from a checkpoint of the first, on more ranks."""
     async with Session(config(tmp_path / "run", "steps=4")) as first:
