@@ -161,11 +161,13 @@ def main() -> None:
     """The child's side: load the task, then answer until the parent closes the socket or is gone."""
     _die_with_parent()
     requests, replies = _take_socket()
+    named = "the task"
     try:
         spec, args, seed = pickle.loads(pickle.loads(_read(requests) or b""))
+        named = f"task {label(spec)}"
         task = load_task(spec, args, seed)
     except Exception as error:
-        said = UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"the task cannot be loaded: {_one_line(error)}")
+        said = UserError(str(error)) if isinstance(error, UserError) else RuntimeError(f"{named} cannot be loaded: {_one_line(error)}")
         _write(replies, said)
         return
     try:

@@ -115,7 +115,9 @@ async def test_two_ranks_train_as_one(folder: Path, shape: str) -> None:
     for rank in two:
         assert {**rank["metrics"], "padding/frac": 0} == pytest.approx({**one["metrics"], "padding/frac": 0}, rel=1e-4, abs=1e-6)
         torch.testing.assert_close(rank["gradients"], one["gradients"], atol=1e-6, rtol=1e-4)
-        torch.testing.assert_close(rank["full"], one["full"], atol=1e-5, rtol=1e-5)
+        for name, gradient in one["gradients"].items():
+            clear = gradient.abs() > 1e-6  # AdamW's first step is lr · g/|g|: where g is rounding alone, so is the step
+            torch.testing.assert_close(rank["full"][name][clear], one["full"][name][clear], atol=1e-5, rtol=1e-5)
     before = dict(load_causal_lm(str(folder / shape)).named_parameters())
     assert [name for name, weight in one["full"].items() if torch.equal(weight, before[name])] == []
 
