@@ -33,6 +33,7 @@ class Scorer(Actor):
         self._others: dict[str, RewardProcess] = {}  # of tasks that are only evaluated
         self.name = f"scorer {current_rank().rank}"
         self._unscorable = Seldom()
+        self._closing = False
 
     @endpoint
     async def load(self) -> None:
@@ -54,14 +55,15 @@ class Scorer(Actor):
 
     @endpoint
     async def shut(self) -> None:
-        """Ends the reward process; scores in progress get an error."""
+        """Ends the reward process; scores in progress get an error, which is nobody's fault."""
+        self._closing = True
         self._records.send()
         for process in (self._process, *self._others.values()):
             await process.close()
 
     def _noted(self, prompt: Prompt, result: T) -> T:
         """A run with slow or failing rewards may show nothing else for minutes."""
-        if result.error is not None and self._unscorable.due():
+        if result.error is not None and not self._closing and self._unscorable.due():
             count = self._unscorable.count
             log.warning("%s: %d unscorable so far, the last of prompt %d: %s", self.name, count, prompt.ordinal, result.error)
         return result
