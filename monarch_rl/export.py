@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monarch_rl import checkpoint
 from monarch_rl.config import UserError
 from monarch_rl.configure import load
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PREFIX = "step_"
 WEIGHTS = "model.causal_lm."
 """What the names of weights in a checkpoint begin with."""
 
@@ -34,7 +34,8 @@ def newest(output_dir: Path) -> Weights:
     Raises:
         UserError: there is neither.
     """
-    found = [_checkpoint(path) for path in (output_dir / "checkpoints").glob(f"{PREFIX}*") if (path / ".metadata").is_file()]
+    complete = checkpoint.found(output_dir / "checkpoints")
+    found = [(_written(path / checkpoint.PROGRESS), Weights(path, checkpoint.read_progress(path).step, True)) for path in complete]
     model = output_dir / "model"
     if (model / "config.json").is_file():
         found.append((_written(model / "config.json"), Weights(model, _last_step(output_dir), False)))
@@ -100,11 +101,6 @@ def fill(causal_lm: Any, weights: dict[str, Tensor], path: Path) -> None:
         if parameter.shape != weights[name].shape:
             raise UserError(f"{path}: {name} is {list(weights[name].shape)} there and {list(parameter.shape)} in the model")
         parameter.data.copy_(weights[name])
-
-
-def _checkpoint(path: Path) -> tuple[float, Weights]:
-    number = path.name.removeprefix(PREFIX)
-    return _written(path / ".metadata"), Weights(path, int(number) if number.isdigit() else 0, True)
 
 
 def _written(file: Path) -> float:

@@ -11,9 +11,11 @@ import torch
 from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from monarch_rl.checkpoint import complete, folder_of, unfinished
 from monarch_rl.config import Config, ModelConfig, UserError
 from monarch_rl.configure import write
 from monarch_rl.export import export, newest
+from monarch_rl.ledger import Progress
 from monarch_rl.models import load_causal_lm
 from tests.random_models import write_model
 
@@ -31,14 +33,15 @@ def checkpoint(run: Path, step: int, add: float, model: str = "tiny") -> dict[st
     weights = {name: parameter.detach() + add for name, parameter in load_causal_lm(model).named_parameters()}
     state = {"model": {f"causal_lm.{name}": weight for name, weight in weights.items()}, "optimizer": {"state": {"x": torch.ones(3)}}}
     with pytest.warns(UserWarning, match="single process"):
-        save(state, checkpoint_id=run / "checkpoints" / f"step_{step}", no_dist=True)
+        save(state, checkpoint_id=unfinished(folder := folder_of(run, step)), no_dist=True)
+    complete(folder, Progress(step, 32 * step, {}), keep=2)
     return weights
 
 
 def test_the_last_checkpoint_of_a_run_that_died(run: Path) -> None:
     checkpoint(run, 10, add=1.0)
     weights = checkpoint(run, 20, add=2.0)
-    (run / "checkpoints" / ".step_30").mkdir()  # was being written
+    unfinished(folder_of(run, 30)).mkdir()  # was being written
     assert newest(run).step == 20
     path = export(run)
     exported = AutoModelForCausalLM.from_pretrained(path)
