@@ -199,6 +199,41 @@ def test_bounds_hold_in_virtual_time(P: int, S: int, W: int, chance: dict[str, f
             assert counts.dropped == 0
 
 
+class Changing(World):
+    """`max_age` is set anew every few steps."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.bounds: dict[int, int] = {}
+
+    def take(self) -> None:
+        taken = len(self.batches)
+        super().take()
+        self.bounds |= {ordinal: self.ledger.age_bound(ordinal) for batch in self.batches[taken:] for ordinal in batch}
+
+    def train(self) -> None:
+        super().train()
+        if self.step % 5 == 0:
+            self.ledger.set_max_age((1, 4, 2)[self.step // 5 % 3])
+
+
+@pytest.mark.parametrize("chance", FAULTS, ids=["calm", "dead groups", "everything"])
+def test_each_prompt_keeps_the_bound_that_it_was_started_with(chance: dict[str, float]) -> None:
+    """`max_age` goes up and down in mid-run: no step waits forever, and no prompt is trained above its own bound."""
+    oldest: Counter[int] = Counter()
+    for seed in range(6):
+        ledger = Ledger(prompts_per_step=8, max_age=2, steps=60)
+        world = Changing(ledger, steps=60, seed=seed, chance=chance, deadline_s=60.0 if "silent" in chance else 1e9).run()
+        assert ledger.over
+        assert set(world.bounds.values()) == {1, 2, 4}
+        for step, batch in enumerate(world.batches):
+            for ordinal in batch:
+                age, bound = step - world.start_step[ordinal], world.bounds[ordinal]
+                assert 0 <= age <= bound
+                oldest[bound] = max(oldest[bound], age)
+    assert oldest[4] > 2, "a raised bound lets more be started ahead"
+
+
 def test_ages_reach_the_bound() -> None:
     """The budget is not smaller than it must be: with one slow replica, some tokens are as old as allowed."""
     worlds = [World(Ledger(prompts_per_step=8, max_age=2, steps=40), steps=40, seed=seed).run() for seed in range(4)]
