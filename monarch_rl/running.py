@@ -100,6 +100,7 @@ class Running:
     async def train_step(self, step: int) -> Mapping[str, float]:
         await self._go.wait()
         self._step_in_progress = asyncio.create_task(self._step(step), name=f"step {step}")
+        self._step_in_progress.add_done_callback(_heard)
         return await asyncio.shield(self._step_in_progress)
 
     def record(self, step: int, stats: Mapping[str, float]) -> None:
@@ -254,6 +255,12 @@ class Running:
     async def _evaluated(self, prompts: int, min_step: int, task: TaskSpec | None = None) -> Evaluated:
         workers: list[RolloutWorker] = [self._rollouts.slice(worker=i) for i in range(self.config.rollout.workers)]
         return await evaluate(workers, prompts, min_step, task)
+
+
+def _heard(step: asyncio.Task[Any]) -> None:
+    """A step that fails after its caller was cancelled, because the run ends, has nothing to tell."""
+    if not step.cancelled():
+        step.exception()
 
 
 def _first(error: BaseException) -> BaseException:

@@ -31,7 +31,7 @@ AUDITS = {
     "every version": [*ASYNCHRONOUS, "steps=6"],
     "every other version, cooler, shared prefixes": [
         *ASYNCHRONOUS,
-        *("steps=5", "weights.every=2", "generator.temperature=0.7", SHARED_PREFIX),
+        *("steps=9", "weights.every=2", "generator.temperature=0.7", SHARED_PREFIX),
     ],
 }
 
@@ -99,7 +99,7 @@ def test_the_audit_notices_a_swap_one_token_off(audited: Audit, reference: Refer
         return [first._replace(past=first.past + by), second._replace(first=second.first + by), *rest]
 
     long = [e for e in episodes(audited, lambda versions: versions > 1) if all(run.past - run.first > 1 for run in runs(e))]
-    assert reference.gaps(long, moved).max() > 10 * MOST
+    assert reference.gaps(long, moved).max() > MOST
 
 
 def test_no_trained_token_is_older_than_allowed(audited: Audit) -> None:
