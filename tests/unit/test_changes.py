@@ -21,7 +21,7 @@ def test_short_and_long_names_change_a_copy() -> None:
     [
         (
             {"group_size": 4},
-            r"^group_size cannot change in a running session; these can: lr, temperature, max_new_tokens, max_age, ",
+            r"^group_size cannot change in a running session; these can: lr, temperature, max_new_tokens, top_k, top_p, min_p, max_age, ",
         ),
         ({"lr": 0.0}, r"^trainer\.lr: must be a finite number above 0"),
         ({"temperature": "hot"}, r"^generator\.temperature: must be a number"),
