@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 class Experts(NamedTuple):
     """Of a mixture of experts."""
 
-    count: int
+    total: int
     layers: int
     """All layers of the model, also those without experts, whose rows are zeros."""
     per_token: int
 
     @property
     def dtype(self) -> type[np.unsignedinteger[Any]]:
-        return np.uint8 if self.count <= 256 else np.uint16
+        return np.uint8 if self.total <= 256 else np.uint16
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def record_routing(llm: Any, experts: Experts) -> None:
     A token that is read again, since its request was put back for want of memory, keeps the experts of the first time: it was
     they that its logprob came from.
     """
-    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     runner = _runner(llm)
     chosen: dict[int, Tensor] = {}

@@ -63,10 +63,15 @@ def on_device(channels: Mapping[str, Rows | NDArray[Any]], device: torch.device)
     """`Batch.channels` as tensors: ragged ones as `Kept`, the others as they are, int64."""
     made: dict[str, Any] = {}
     for name, channel in channels.items():
-        arrays = (channel.values, channel.offsets) if isinstance(channel, Rows) else (channel,)
-        tensors = [torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays]
-        made[name] = Kept(*tensors) if isinstance(channel, Rows) else tensors[0]
+        if isinstance(channel, Rows):
+            made[name] = Kept(_integers(channel.values, device), _integers(channel.offsets, device))
+        else:
+            made[name] = _integers(channel, device)
     return made
+
+
+def _integers(array: Any, device: torch.device) -> Tensor:
+    return torch.from_numpy(array.astype(np.int64)).to(device)
 
 
 def resolve_path(path: str) -> str:

@@ -32,7 +32,7 @@ class Replay:
         self._chosen_LNK = None if routing_BTLK is None else routing_BTLK.flatten(0, 1).transpose(0, 1)
 
     @staticmethod
-    def _layers(causal_lm: nn.Module) -> list[tuple[int, nn.Module]]:
+    def _layers(causal_lm: nn.Module) -> list[tuple[int, Qwen3MoeTopKRouter]]:
         """(index of its decoder layer, router)."""
         found = []
         for name, module in causal_lm.named_modules():

@@ -224,10 +224,9 @@ class Session(Running):
             UserError: there is no such replica.
         """
         await self._live()
-        asked = {"temperature": temperature, "max_new_tokens": max_new_tokens}
-        sampling = replace(
-            sampling_of(self.config.generator, self._renderer.stop_ids), **{name: v for name, v in asked.items() if v is not None}
-        )
+        sampling = sampling_of(self.config.generator, self._renderer.stop_ids)
+        sampling = sampling if temperature is None else replace(sampling, temperature=temperature)
+        sampling = sampling if max_new_tokens is None else replace(sampling, max_new_tokens=max_new_tokens)
         generator = self._replicas.live[self._replica(replica)]
         reply = generator.generate.call_one(self._renderer.render(prompt), sampling, [seed + i for i in range(n)], 0)
         generations = await answer(reply, "generator", self.config.rollout.deadline_s)

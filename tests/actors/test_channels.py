@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,12 +12,11 @@ import pytest_asyncio
 import torch
 from torch import Tensor
 
-from monarch_rl.engine import Engine, EngineError
 from monarch_rl.models import PolicyModel, on_device
 from monarch_rl.packing import collate
 from monarch_rl.trajectory import Trajectory
-from monarch_rl.types import MASK, ROUTING, Episode, Generation, Rows, Sampling
-from tests.engines import System, started, tokens
+from monarch_rl.types import MASK, Episode, Generation, Sampling
+from tests.engines import System, started
 from tests.random_models import VOCABULARY, write_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -95,3 +93,104 @@ async def test_requests_of_one_batch_are_masked_each_in_its_way(system: System) 
             assert np.diff(mask.offsets).max() <= sampling.top_k
         if sampling.temperature:
             assert gaps(system, episodes_of([prompt], [generation], sampling.temperature)).max() <= 1e-4
+
+
+async def test_the_experts_are_those_of_transformers_and_make_a_difference(system: System) -> None:
+    """Prompts of one long prefix: nothing is read from the prefix cache, so that each position has its experts."""
+    shared = system.prompts(1)[0][:1] * 70
+    prompts = [shared + prompt for prompt in system.prompts(6, 20)]
+    for _ in range(2):
+        episodes = episodes_of(prompts, await system.generate(prompts, Sampling(TOKENS)), 1.0)
+    if system.model.config.model_type != "qwen3_moe":
+        assert not any(ROUTING in e.channels for e in episodes)
+        return
+    for episode in episodes:
+        rows = episode.channels[ROUTING].values
+        assert rows.shape == (len(episode.ids_T), 2, 2)
+        assert rows.dtype == np.uint8
+        ids = torch.from_numpy(episode.ids_T[None].astype(np.int64))
+        with torch.no_grad():
+            logits = system.model(ids, output_router_logits=True).router_logits
+        own = torch.stack([layer.topk(2, -1).indices for layer in logits], 1).numpy()
+        assert (np.sort(rows, -1)[:-1] == np.sort(own, -1)[:-1]).mean() >= 0.999  # two experts may tie up to rounding
+    assert gaps(system, episodes).max() <= 1e-4
+    for episode in episodes:
+        episode.channels[ROUTING].values[:] = (episode.channels[ROUTING].values + 1) % 5
+    assert gaps(system, episodes).max() > 0.1
+
+
+async def test_turns_and_what_is_continued_after_an_abort(system: System) -> None:
+    """Lengths stay equal, the ratio stays 1."""
+    sampling = Sampling(TOKENS, 0.7, top_p=0.9, top_k=12)
+    trajectory = Trajectory([5, 6, 7])
+    request = asyncio.ensure_future(system.engine.generate(trajectory.ids, Sampling(200, 0.7, top_p=0.9, top_k=12), 1, request_id="first"))
+    await tokens(system.engine, 3)
+    await system.engine.abort("first")
+    trajectory.append_sampled(await request, "")
+    trajectory.append_sampled(await system.engine.generate(trajectory.ids, sampling, 2), "")
+    told = [8] * 40
+    trajectory.append_sampled(await system.engine.generate(trajectory.ids + told, sampling, 3), "")
+    with pytest.raises(ValueError, match="rows for"):
+        trajectory.episode("", 0.7)  # what was told is missing, so that rows are of other tokens
+    trajectory = told_between(trajectory, told)
+    episode = trajectory.episode("", 0.7)
+    episode.reward = 1.0
+    assert {len(channel) for channel in episode.channels.values()} == {len(episode.ids_T)}
+    assert episode.sampled_tokens > 2 * TOKENS
+    assert gaps(system, [episode]).max() <= 1e-4
+
+
+def told_between(trajectory: Trajectory, told: list[int]) -> Trajectory:
+    """The same with what was told before the last turn."""
+    parts = trajectory._parts
+    made = Trajectory(parts[0].ids_T.tolist())
+    for part in parts[1:-1]:
+        made.append_sampled(part, "")
+    made.append_told(told)
+    made.append_sampled(parts[-1], "")
+    return made
+
+
+async def test_a_swap_in_flight_leaves_channels_with_their_tokens(system: System) -> None:
+    """Tokens before it are those of the old weights, with their masks and experts; after it each has one row as well."""
+    prompts = system.prompts(8)
+    sampling = Sampling(80, 0.7, top_p=0.9, top_k=12)
+    assert system.engine.version is not None
+    old_version = system.engine.version.pack()
+    running = asyncio.ensure_future(system.generate(prompts, sampling))
+    await tokens(system.engine, 8 * 20)
+    old = system.train()
+    await system.publish()
+    episodes = episodes_of(prompts, await running, 0.7)
+    assert all(0 < (e.versions_T == old_version).sum() < 80 for e in episodes)
+    for episode in episodes:
+        assert {len(channel) for channel in episode.channels.values()} == {len(episode.ids_T)}
+        assert np.diff(episode.channels[MASK].offsets)[episode.loss_mask_T].all()
+    collate(episodes)  # each token is among those that could be drawn
+    before = copy.deepcopy(episodes)
+    for episode in before:
+        episode.loss_mask_T &= episode.versions_T == old_version
+    new, system.model = system.model, old
+    found = gaps(system, before)
+    system.model = new
+    assert found.max() <= 1e-4
+
+
+async def test_requests_that_are_put_back_keep_their_channels(tmp_path: Path) -> None:
+    """Too little memory for keys and values: prompts and tokens are read again."""
+    tight = await started(write_model(tmp_path / "moe", "qwen3_moe"), kv_bytes=512 << 10, keep_masks=True, keep_routing=True)
+    await tight.publish()
+    sampling = Sampling(120, top_k=12)
+    prompts = tight.prompts(48)
+    episodes = episodes_of(prompts, await tight.generate(prompts, sampling), 1.0)
+    steps = tight.engine.stats().steps
+    await tight.engine.close()
+    assert steps > 1.5 * 120
+    assert gaps(tight, episodes).max() <= 1e-4
+
+
+async def test_the_routing_of_another_mixture_is_refused(tmp_path: Path) -> None:
+    OlmoeConfig(num_experts=4).save_pretrained(tmp_path)
+    engine = Engine(str(tmp_path), "float32", seed=0, overrides={}, keep_routing=True)
+    with pytest.raises(EngineError, match=r"^generator\.keep_routing: .* olmoe models, only of qwen3_moe; generator\.keep_routing=false"):
+        await engine.start()
