@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
 from torch import Tensor
+from transformers import OlmoeConfig
 
+from monarch_rl.engine import Engine, EngineError
 from monarch_rl.models import PolicyModel, on_device
 from monarch_rl.packing import collate
 from monarch_rl.trajectory import Trajectory
-from monarch_rl.types import MASK, Episode, Generation, Sampling
-from tests.engines import System, started
+from monarch_rl.types import MASK, ROUTING, Episode, Generation, Sampling
+from tests.engines import System, started, tokens
 from tests.random_models import VOCABULARY, write_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
@@ -51,6 +54,7 @@ def gaps(system: System, episodes: Sequence[Episode], but: Sequence[str] = ()) -
     model = PolicyModel(system.model, logprob_chunk=64)
     arrays = (batch.inputs_BT, batch.positions_N, batch.targets_N, batch.temperatures_N)
     logprobs_N, _ = model(*map(torch.from_numpy, arrays), on_device(channels, torch.device("cpu")))
+    model.replay.use(None)  # other tests ask the model what it would choose
     return (logprobs_N - torch.from_numpy(batch.logprobs_N)).abs()
 
 
