@@ -53,7 +53,7 @@ class Recorded:
         return channels
 
     def _mask(self, prompt_tokens: int, mask: Any, tokens: int) -> Rows:
-        """Rows of all ids are written as empty ones, and so are those of a request that was decoded greedily."""
+        """Rows of all ids (there are such on CUDA) become empty ones. A greedy request has no mask."""
         rows = [[] if len(row) == self.vocabulary else row for row in mask.token_ids] if mask else [[]] * tokens
         if len(rows) != tokens:
             raise RuntimeError(f"vLLM gave the sampling masks of {len(rows)} tokens with {tokens} tokens")
@@ -81,6 +81,7 @@ def record_masks(llm: Any) -> None:
         output = sample_tokens(*arguments, **named)
         if kept:  # not where all requests are greedy
             keep_BV = kept[0].numpy()
+            keep_BV &= ~keep_BV.all(1, keepdims=True)  # where nothing was left out there is no row to write
             output.sampling_masks = SamplingMaskLists(np.nonzero(keep_BV)[1].astype(np.int32), row_offsets(keep_BV.sum(1)))
         return output
 
@@ -126,15 +127,16 @@ def _note(chosen: dict[int, Tensor], layer: int, ids_TK: Tensor) -> None:
 
 def _hand_out(llm: Any, runner: Any, scheduled: Any, batch: NDArray[Any], read: dict[str, int]) -> None:
     """Append each request's rows of a forward pass, as far as they are new, to what vLLM collects for it."""
-    starts = runner.query_start_loc.np
+    names = runner.input_batch.req_ids
+    starts = runner.query_start_loc.np[: len(names)].tolist()
+    computed = runner.input_batch.num_computed_tokens_cpu[: len(names)].tolist()
     states = llm.output_processor.request_states
-    for index, name in enumerate(runner.input_batch.req_ids):
-        tokens = scheduled.num_scheduled_tokens.get(name, 0)
-        first, known = int(runner.input_batch.num_computed_tokens_cpu[index]), read.get(name, 0)
+    for name, start, first in zip(names, starts, computed, strict=True):
+        tokens, known = scheduled.num_scheduled_tokens.get(name, 0), read.get(name, 0)
         if first > known:
             raise RuntimeError(f"the experts of tokens {known} to {first - 1} of a request are unknown: they came from the prefix cache")
         if first + tokens > known and name in states:
-            end = int(starts[index]) + tokens
+            end = start + tokens
             states[name].routed_experts_chunks.append(batch[end - (first + tokens - known) : end])
             read[name] = first + tokens
 

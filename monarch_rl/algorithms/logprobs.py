@@ -55,9 +55,9 @@ def _cut(kept: Kept | None, start: int, tokens: int) -> Kept | None:
 def leave_out_(logits_NV: Tensor, kept: Kept) -> None:
     """Set the logits of ids that could not be drawn to `LEFT_OUT`."""
     lengths_N = kept.offsets_N1.diff()
-    keep_NV = (lengths_N == 0)[:, None].repeat(1, logits_NV.shape[1])
-    keep_NV[torch.repeat_interleave(lengths_N), kept.ids_M] = True
-    logits_NV.masked_fill_(~keep_NV, LEFT_OUT)
+    left_out_NV = (lengths_N > 0)[:, None].repeat(1, logits_NV.shape[1])
+    left_out_NV[torch.repeat_interleave(lengths_N), kept.ids_M] = False
+    logits_NV.masked_fill_(left_out_NV, LEFT_OUT)
 
 
 def _of_chunk(hidden_ND: Tensor, targets_N: Tensor, head: Head, temperatures_N: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor]:

@@ -193,6 +193,18 @@ async def test_requests_that_are_put_back_keep_their_channels(tmp_path: Path) ->
     assert gaps(tight, episodes).max() <= 1e-4
 
 
+async def test_in_bfloat16_the_experts_would_else_be_others(tmp_path: Path) -> None:
+    """What routing is kept for: rounding turns the choice of experts, and a token's log-probability with it."""
+    system = await started(write_model(tmp_path / "moe", "qwen3_moe"), dtype="bfloat16", keep_routing=True)
+    await system.publish()
+    prompts = system.prompts(32)
+    episodes = episodes_of(prompts, await system.generate(prompts, Sampling(64)), 1.0)
+    await system.engine.close()
+    system.model.to(torch.bfloat16)
+    assert gaps(system, episodes).mean() <= 0.05
+    assert gaps(system, episodes, but=[ROUTING]).max() > 2 * gaps(system, episodes).max()
+
+
 async def test_the_routing_of_another_mixture_is_refused(tmp_path: Path) -> None:
     OlmoeConfig(num_experts=4).save_pretrained(tmp_path)
     engine = Engine(str(tmp_path), "float32", seed=0, overrides={}, keep_routing=True)

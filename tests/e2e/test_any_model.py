@@ -23,7 +23,7 @@ generator.temperature=0.7 generator.top_p=0.9 generator.top_k=12 trainer.lr=1e-3
 
 
 def test_a_random_llama_directory_is_trained_from_the_command_line(tmp_path: Path) -> None:
-    """At zero lag the sampler's log-probabilities are the trainer's, also where ids are left out; the result is a directory of the same kind."""
+    """At zero lag the sampler's log-probabilities are the trainer's, though ids are left out; the result is of the same kind."""
     path = write_model(tmp_path / "llama", "llama")
     command = [sys.executable, "-m", "monarch_rl.run", "recipe=grpo_qwen", "profile=cpu", f"model.path={path}", "eval.prompts=4", *SHORT]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
