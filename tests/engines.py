@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,3 +76,23 @@ async def tokens(engine: Engine, more: int) -> None:
     async with asyncio.timeout(60):
         while engine.stats().tokens < target:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def held_after(engine: Engine, more: int) -> AsyncIterator[None]:
+    """The block runs when `more` tokens were sampled, and no further one is before it has ended, however slow the machine is."""
+    target, go_on, step = engine.stats().tokens + more, threading.Event(), engine._llm.step
+
+    def hold() -> object:
+        if engine.stats().tokens >= target:
+            assert go_on.wait(60)
+        return step()
+
+    engine._llm.step = hold
+    try:
+        await tokens(engine, more)
+        yield
+        await asyncio.sleep(0)  # what the block has asked for is in the engine's queue
+    finally:
+        engine._llm.step = step
+        go_on.set()

@@ -25,7 +25,7 @@ from monarch_rl import engine as engine_module
 from monarch_rl.engine import Engine, EngineError, PromptTooLong, UnusablePrompt
 from monarch_rl.types import Generation, Sampling, Version
 from monarch_rl.weights.slots import checksum
-from tests.engines import System, started, tokens
+from tests.engines import System, held_after, started, tokens
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
@@ -111,9 +111,10 @@ async def test_a_swap_in_flight_splits_versions_exactly(system: System) -> None:
     prompts = system.prompts(24)
     old_version = system.engine.version
     running = asyncio.ensure_future(system.generate(prompts, Sampling(80)))
-    await tokens(system.engine, 24 * 20)
-    old = system.train()
-    new_version = await system.publish()
+    async with held_after(system.engine, 24 * 20):
+        old = system.train()
+        swap = asyncio.ensure_future(system.publish())
+    new_version = await swap
     worst_old = worst_new = 0.0
     assert old_version is not None
     for prompt, generation in zip(prompts, await running, strict=True):
