@@ -129,6 +129,12 @@ class Generator(Actor):
                 raise
 
     @concurrent_endpoint
+    async def steps(self) -> int | None:
+        """Decode steps so far; None while there is nothing to decode."""
+        stats = self._engine.stats()
+        return stats.steps if stats.running else None
+
+    @concurrent_endpoint
     async def fingerprints(self) -> dict[str, int]:
         """Engine parameter name → checksum (for tests and for comparing replicas)."""
         return await self._engine.fingerprints()

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 LEAVE_DEADLINE_S = 30.0
 TELL_DEADLINE_S = 60.0
+LOOKS = 4
+"""So many in a row must see a replica stand still before it is taken for stuck."""
 BACK_OFF_S = 1.0
 """Before the second replacement in a row; twice as long before each further one."""
 MOST_BACK_OFF_S = 60.0
@@ -134,7 +136,7 @@ class Replicas:
             done, _ = await asyncio.wait({following, ready}, return_when=asyncio.FIRST_COMPLETED)
             done.pop().result()
         except Exception as error:
-            await self._end(number)
+            await self._bury(number)
             raise UserError(f"generator {number} could not be added: {cause(error)}") from error
         self._tasks.create_task(ended(following), name=f"generator {number}")
         self._tend(number)
@@ -142,15 +144,15 @@ class Replicas:
 
     async def _remove(self, number: int) -> None:
         await answer(self._rollouts.drain_generator.call(number), f"generator {number} (last requests)", self._config.rollout.deadline_s)
-        await self._end(number)
+        with contextlib.suppress(Exception):  # it may be dead by now
+            await answer(self.live[number].shut.call_one(), f"generator {number} (closing)", LEAVE_DEADLINE_S)
+            await self._meshes.end(_name(number))
+        await self._bury(number)
 
-    async def _end(self, number: int) -> None:
-        """End a replica that no request is sent to any more."""
-        generator = self.live.pop(number)
+    async def _bury(self, number: int) -> None:
+        """End a replica, in whatever state it is."""
+        del self.live[number]
         self._starts.pop(number).cancel()
-        with contextlib.suppress(Exception):  # it may be dead
-            await answer(generator.shut.call_one(), f"generator {number} (closing)", LEAVE_DEADLINE_S)
-        await self._meshes.end(_name(number))
         await self._meshes.stop(_name(number))
         self._metrics.ended.broadcast(number)
 
@@ -161,13 +163,39 @@ class Replicas:
         self._tasks.create_task(self._replace_when_lost(number), name=f"generator {number} (replacement)")
 
     async def _replace_when_lost(self, number: int) -> None:
+        watched = [asyncio.ensure_future(watch) for watch in (self._until_dead(number), self._until_stuck(number))]
+        await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+        why = next(watch.result() for watch in watched if watch.done())
+        for watch in watched:
+            watch.cancel()
+        async with self._changing:
+            if why is not None and number in self.live:  # else it has left, or was about to
+                await self._replace(number, why)
+
+    async def _until_dead(self, number: int) -> str | None:
+        """Why a replica can serve no more; None when it has been shut."""
         try:
             await self.live[number].shut_or_failed.call_one().as_asyncio()
         except Exception as error:
-            why = cause(error)
-            async with self._changing:
-                if number in self.live:  # else it was about to leave
-                    await self._replace(number, why)
+            return cause(error)
+        return None
+
+    async def _until_stuck(self, number: int) -> str:
+        """Says so when a replica that has something to decode has taken no step for `generator.hang_s`.
+
+        Looks are counted, not seconds: the controller may have been stopped itself, as a notebook's kernel is by a long cell.
+        """
+        hang_s, generator = self._config.generator.hang_s, self.live[number]
+        seen: int | None = None
+        stood_still = 0
+        while stood_still < LOOKS:
+            pause = asyncio.sleep(hang_s / LOOKS)
+            look = asyncio.wait_for(generator.steps.call_one().as_asyncio(), hang_s / LOOKS)
+            steps, _ = await asyncio.gather(look, pause, return_exceptions=True)
+            still = isinstance(steps, BaseException) or (steps is not None and steps == seen)
+            stood_still = stood_still + 1 if still else 0
+            seen = None if isinstance(steps, BaseException) else steps
+        return f"generator {number} took no step for {hang_s:g} s"
 
     async def _replace(self, number: int, why: str) -> None:
         """Start another until one holds weights.
@@ -186,7 +214,7 @@ class Replicas:
             self._say(f"{why}; generator {new} takes its place")
             if number in self.live:
                 await answer(self._rollouts.lose_generator.call(number), f"rollout workers (generator {number} is lost)", TELL_DEADLINE_S)
-                await self._end(number)
+                await self._bury(number)
             try:
                 return await self._add(new)
             except UserError as error:

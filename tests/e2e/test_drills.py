@@ -37,6 +37,14 @@ def test_the_only_generator_is_killed(tmp_path: Path) -> None:
         assert "generator 0 was killed by signal 9 (SIGKILL); generator 1 takes its place" in job.out.splitlines()
 
 
+def test_a_generator_that_stands_still_is_replaced(tmp_path: Path) -> None:
+    with started(tmp_path, *DRILL, "generator.hang_s=4") as job:
+        job.until_steps(2)
+        job.roles()["generator_0 0"].suspend()
+        job.until_said("generator 0 took no step for 4 s; generator 1 takes its place")
+        check(job)
+
+
 def test_one_of_two_generators_is_killed(tmp_path: Path) -> None:
     """Case 39: the other goes on, and the trainer with it."""
     with started(tmp_path, *DRILL, "generator.replicas=2") as job:
