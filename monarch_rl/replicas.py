@@ -25,6 +25,7 @@ LEAVE_DEADLINE_S = 30.0
 TELL_DEADLINE_S = 60.0
 LOOKS = 4
 """So many in a row must see a replica stand still before it is taken for stuck."""
+NO_ANSWER = -1
 BACK_OFF_S = 1.0
 """Before the second replacement in a row; twice as long before each further one."""
 MOST_BACK_OFF_S = 60.0
@@ -185,17 +186,23 @@ class Replicas:
 
         Looks are counted, not seconds: the controller may have been stopped itself, as a notebook's kernel is by a long cell.
         """
-        hang_s, generator = self._config.generator.hang_s, self.live[number]
+        hang_s = self._config.generator.hang_s
         seen: int | None = None
         stood_still = 0
         while stood_still < LOOKS:
-            pause = asyncio.sleep(hang_s / LOOKS)
-            look = asyncio.wait_for(generator.steps.call_one().as_asyncio(), hang_s / LOOKS)
-            steps, _ = await asyncio.gather(look, pause, return_exceptions=True)
-            still = isinstance(steps, BaseException) or (steps is not None and steps == seen)
-            stood_still = stood_still + 1 if still else 0
-            seen = None if isinstance(steps, BaseException) else steps
+            steps = await self._look(number, hang_s / LOOKS)
+            stood_still = stood_still + 1 if steps == NO_ANSWER or (steps is not None and steps == seen) else 0
+            seen = steps
         return f"generator {number} took no step for {hang_s:g} s"
+
+    async def _look(self, number: int, pause_s: float) -> int | None:
+        """Decode steps of a replica, None where it has nothing to decode, or NO_ANSWER; after `pause_s`, whatever it is."""
+        pause = asyncio.create_task(asyncio.sleep(pause_s))
+        steps: int | None = NO_ANSWER
+        with contextlib.suppress(Exception):
+            steps = await asyncio.wait_for(self.live[number].steps.call_one().as_asyncio(), pause_s)
+        await pause
+        return steps
 
     async def _replace(self, number: int, why: str) -> None:
         """Start another until one holds weights.
