@@ -260,6 +260,7 @@ def _field_help() -> dict[tuple[str, str], str]:
 
 LEAST = {
     "seed": 0,
+    "generator.max_restarts": 0,
     "generator.top_k": 0,
     "buffer.max_age": 0,
     "trainer.warmup_steps": 0,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.engine_channels import Experts, Recorded, record_masks, record_routing
+from monarch_rl.supervise import root
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,14 +26,20 @@ CPU_KV_BYTES = 256 << 20
 CPU_BLOCK = 32
 """Tokens per KV block on CPU: prefixes shorter than a block are never shared."""
 REPLAYED = ("qwen3_moe",)
-"""Kinds of models, as `config.json` names them, whose routing the trainer can repeat (see `models.Replay`)."""
-
+"""Kinds of models, as `config.json` names them, whose routing the trainer can repeat (see `router_replay`)."""
 EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts")
 """What `config.json` may call the number of experts."""
 
 
 class EngineError(RuntimeError):
     """The engine cannot do what was asked; after a failure it can do nothing any more."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a call to a generator failed because its process is gone, or its engine."""
+    from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+    return isinstance(root(error), (EngineError, SupervisionError))
 
 
 def context_length(directory: Path, overrides: Mapping[str, Any], *, cpu: bool) -> int | None:

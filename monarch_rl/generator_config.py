@@ -22,6 +22,10 @@ SAMPLED_BY = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
 class GeneratorConfig:
     replicas: int = 1
     """vLLM engines, one process mesh each"""
+    max_restarts: int = 8
+    """replicas that may be lost and replaced in a run; the next one that is lost ends it"""
+    hang_s: float = 120.0
+    """a replica that has something to decode and takes no step for so long is lost"""
     group_size: int = 8
     """episodes per prompt"""
     temperature: float = 1.0

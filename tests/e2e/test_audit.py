@@ -165,7 +165,7 @@ class Pair:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    wide = ["trainer.ranks=2", "generator.replicas=2", "weights.slots=2"]
+    wide = ["trainer.ranks=2", "generator.replicas=2", "weights.slots=2", "generator.hang_s=600"]
     keys = [*wide, "steps=5", "buffer.prompts_per_step=4", "buffer.dead_groups=keep", SHARED_PREFIX]
     seen = Pair(audit(tmp_path_factory.mktemp("pair") / "run", *keys))
     async with seen.audit.session() as session:
