@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -57,7 +58,7 @@ class Recorded:
         rows = [[] if len(row) == self.vocabulary else row for row in mask.token_ids] if mask else [[]] * tokens
         if len(rows) != tokens:
             raise RuntimeError(f"vLLM gave the sampling masks of {len(rows)} tokens with {tokens} tokens")
-        values = np.array([id for row in rows for id in row], np.int32)
+        values = np.fromiter(chain.from_iterable(rows), np.int32)
         return Rows(values, row_offsets(np.array([len(row) for row in rows])), prompt_tokens)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, OlmoeConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from monarch_rl.algorithms.logprobs import Kept, token_logprobs
@@ -203,6 +205,43 @@ def test_replayed_routing_is_what_the_router_is_told_and_carries_a_gradient(tmp_
     assert min(float(g.abs().max()) for g in free_gradients) > 1e-3
     other = forward(policy, inputs_BT, (routing + 1) % SHAPES["qwen3_moe"]["num_experts"])
     assert (other - free).abs().max() > 0.1
+
+
+def with_channels(draw: random.Random) -> Episode:
+    prompt, ids = [draw.randrange(98) for _ in range(draw.randint(1, 6))], [draw.randrange(98) for _ in range(draw.randint(1, 9))]
+    mask = [[] if draw.random() < 0.2 else sorted({id, *draw.sample(range(98), 12)}) for id in ids]
+    turn = generation(len(prompt), ids, mask, 0)
+    experts = [[draw.sample(range(5), 2) for _ in range(2)] for _ in range(len(prompt) + len(ids) - 1)]
+    turn.channels[ROUTING] = Rows(np.array(experts, np.uint8).reshape(-1, 2, 2))
+    return episode(prompt, turn)
+
+
+def gradients(model: PreTrainedModel, batches: list[list[Episode]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Log-probabilities of all tokens of all micro-batches, and the gradient of their squares."""
+    policy, found = PolicyModel(model, 5), []
+    model.zero_grad()
+    for rows in batches:
+        batch = collate(rows)
+        arrays = (batch.inputs_BT, batch.positions_N, batch.targets_N, batch.temperatures_N)
+        logprobs_N, _ = policy(*map(torch.from_numpy, arrays), on_device(batch.channels, CPU))
+        logprobs_N.square().sum().backward()
+        found.append(logprobs_N.detach())
+    return torch.cat(found), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def test_channels_follow_their_rows_into_micro_batches(tmp_path: Path) -> None:
+    """One micro-batch, one row each, and layers that are computed again in the backward pass: the same values and gradients."""
+    draw = random.Random(3)
+    rows, model = [with_channels(draw) for _ in range(6)], mixture(tmp_path)
+    logprobs_N, expected = gradients(model, [rows])
+    alone_N, apart = gradients(model, [[row] for row in rows])
+    torch.testing.assert_close(alone_N, logprobs_N)
+    torch.testing.assert_close(apart, expected, rtol=1e-4, atol=1e-4)
+    for layer in model.get_submodule("model.layers").children():
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    again_N, recomputed = gradients(model, [rows[:3], rows[3:]])
+    torch.testing.assert_close(again_N, logprobs_N)
+    torch.testing.assert_close(recomputed, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_gate_weights_are_of_the_told_experts_normalised_as_the_model_says(tmp_path: Path) -> None:
