@@ -32,9 +32,9 @@ class Replay:
         self._chosen_LNK = None if routing_BTLK is None else routing_BTLK.flatten(0, 1).transpose(0, 1)
 
     @staticmethod
-    def _layers(causal_lm: nn.Module) -> list[tuple[int, Qwen3MoeTopKRouter]]:
+    def _layers(causal_lm: nn.Module) -> list[tuple[int, nn.Module]]:
         """(index of its decoder layer, router)."""
-        found = []
+        found: list[tuple[int, nn.Module]] = []
         for name, module in causal_lm.named_modules():
             if isinstance(module, Qwen3MoeTopKRouter):
                 found.append((next(int(part) for part in name.split(".") if part.isdigit()), module))
