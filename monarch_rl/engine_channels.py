@@ -54,8 +54,8 @@ class Recorded:
         return channels
 
     def _mask(self, prompt_tokens: int, mask: Any, tokens: int) -> Rows:
-        """Rows of all ids (there are such on CUDA) become empty ones. A greedy request has no mask."""
-        rows = [[] if len(row) == self.vocabulary else row for row in mask.token_ids] if mask else [[]] * tokens
+        """Rows of all ids become empty ones; there are such on CUDA. Without a token there is no mask either."""
+        rows = [[] if len(row) == self.vocabulary else row for row in mask.token_ids] if mask else []
         if len(rows) != tokens:
             raise RuntimeError(f"vLLM gave the sampling masks of {len(rows)} tokens with {tokens} tokens")
         values = np.fromiter(chain.from_iterable(rows), np.int32)
@@ -80,10 +80,10 @@ def record_masks(llm: Any) -> None:
     def with_masks(*arguments: Any, **named: Any) -> Any:
         kept.clear()
         output = sample_tokens(*arguments, **named)
-        if kept:  # not where all requests are greedy
-            keep_BV = kept[0].numpy()
-            keep_BV &= ~keep_BV.all(1, keepdims=True)  # where nothing was left out there is no row to write
-            output.sampling_masks = SamplingMaskLists(np.nonzero(keep_BV)[1].astype(np.int32), row_offsets(keep_BV.sum(1)))
+        # Nothing is drawn where all requests are greedy.
+        keep_BV = kept[0].numpy() if kept else np.zeros((len(output.req_ids), 0), np.bool_)
+        keep_BV &= ~keep_BV.all(1, keepdims=True)  # where nothing was left out the row is empty
+        output.sampling_masks = SamplingMaskLists(np.nonzero(keep_BV)[1].astype(np.int32), row_offsets(keep_BV.sum(1)))
         return output
 
     sampler.forward = observed

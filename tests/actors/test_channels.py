@@ -86,12 +86,12 @@ async def test_at_zero_lag_the_ratio_is_1(system: System, sampling: Sampling) ->
 
 async def test_requests_of_one_batch_are_masked_each_in_its_way(system: System) -> None:
     prompts = system.prompts(18)
-    samplings = [*CASES, Sampling(TOKENS, temperature=0.0)] * 2
+    samplings = [*CASES, Sampling(2 * TOKENS, temperature=0.0)] * 2  # which is alone in the end
     sent = zip(prompts, samplings, strict=False)
     generations = await asyncio.gather(*[system.engine.generate(ids, sampling, seed) for seed, (ids, sampling) in enumerate(sent)])
     for prompt, sampling, generation in zip(prompts, samplings, generations, strict=False):
         mask = generation.channels[MASK]
-        assert (len(mask), mask.start) == (TOKENS, len(prompt))
+        assert (len(mask), mask.start) == (sampling.max_new_tokens, len(prompt))
         assert bool(np.diff(mask.offsets).all()) == sampling.truncates
         if sampling.top_k:
             assert np.diff(mask.offsets).max() <= sampling.top_k
