@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from monarch.actor import Actor, concurrent_endpoint
 
 from monarch_rl.config import Config, UserError
-from monarch_rl.generator_config import sampling_of
 from monarch_rl.observe import timeline
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.types import Generation, Sampling, Version
@@ -59,7 +58,7 @@ class Generator(Actor):
             config.model.dtype,
             seed=config.seed,
             overrides=dict(config.generator.engine),
-            keep_masks=config.generator.keep_mask and sampling_of(config.generator, ()).truncates,
+            keep_masks=config.generator.keep_mask and Sampling.of(config.generator).truncates,
             keep_routing=config.generator.keep_routing,
         )
         try:

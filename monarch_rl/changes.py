@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 from monarch_rl.config import Config, ConfigError, validate
-from monarch_rl.generator_config import sampling_of
+from monarch_rl.types import Sampling
 
 CHANGEABLE = (
     "trainer.lr",
@@ -45,7 +45,7 @@ def settle(config: Config, values: Mapping[str, Any]) -> tuple[Config, dict[str,
     validate(made)
     if 0 in (config.buffer.max_age, made.buffer.max_age) and "buffer.max_age" in changed:
         raise ConfigError("buffer.max_age: cannot change to or from 0 in a running session: a synchronous run orders its work differently")
-    if config.generator.keep_mask and sampling_of(config.generator, ()).truncates != sampling_of(made.generator, ()).truncates:
+    if config.generator.keep_mask and Sampling.of(config.generator).truncates != Sampling.of(made.generator).truncates:
         raise ConfigError(
             "generator.top_k, top_p, min_p: cannot be switched on or off altogether in a running session: engines are built for recording "
             "sampling masks, or not"

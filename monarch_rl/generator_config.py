@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-from monarch_rl.types import Sampling
 
 COLDEST = 0.01
 """vLLM raises lower temperatures to this one without saying so."""
@@ -59,8 +56,3 @@ def mistake(generator: GeneratorConfig) -> str:
         if (value := getattr(generator, name)) > 1:
             return f"generator.{name}: must be at most 1, got {value:g}"
     return ""
-
-
-def sampling_of(generator: GeneratorConfig, stop_ids: Sequence[int]) -> Sampling:
-    """How the configuration says that tokens are drawn."""
-    return Sampling(**{name: getattr(generator, name) for name in SAMPLED_BY}, stop_ids=tuple(stop_ids))

@@ -13,13 +13,14 @@ from monarch_rl import figures, loop, preflight, tables
 from monarch_rl.changes import settle
 from monarch_rl.config import UserError
 from monarch_rl.evaluation import Evaluated
-from monarch_rl.generator_config import SAMPLED_BY, sampling_of
+from monarch_rl.generator_config import SAMPLED_BY
 from monarch_rl.meshes import START_DEADLINE_S, ActorDied
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.output import check_output_dir, make_output_dir
 from monarch_rl.running import STOP_S, Halted, Running
 from monarch_rl.supervise import answer, cause, root
 from monarch_rl.tables import Samples, Table
+from monarch_rl.types import Sampling
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -217,7 +218,7 @@ class Session(Running):
             UserError: there is no such replica.
         """
         await self._live()
-        sampling = sampling_of(self.config.generator, self._renderer.stop_ids)
+        sampling = Sampling.of(self.config.generator, self._renderer.stop_ids)
         sampling = sampling if temperature is None else replace(sampling, temperature=temperature)
         sampling = sampling if max_new_tokens is None else replace(sampling, max_new_tokens=max_new_tokens)
         generator = self._replicas.live[self._replica(replica)]

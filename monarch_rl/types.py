@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from monarch_rl.generator_config import SAMPLED_BY, GeneratorConfig
+
 FinishReason = Literal["stop", "length", "abort"]
 Split = Literal["train", "eval"]
 Message = dict[str, str]
@@ -63,6 +65,11 @@ class Sampling:
     """0: off."""
     top_p: float = 1.0
     min_p: float = 0.0
+
+    @classmethod
+    def of(cls, generator: GeneratorConfig, stop_ids: tuple[int, ...] = ()) -> Sampling:
+        """As the configuration says."""
+        return cls(**{name: getattr(generator, name) for name in SAMPLED_BY}, stop_ids=stop_ids)
 
     @property
     def truncates(self) -> bool:
