@@ -25,6 +25,8 @@ class ClusterConfig:
     """so long workers may take to answer"""
     heartbeat_s: float = 30.0
     """a worker that hears nothing from its controller for so long ends all that it has started"""
+    dashboard: bool = False
+    """show meshes, actors and messages in Monarch's own dashboard; its address is printed, on the controller's loopback interface"""
     nodes: int = 1
     """for kind slurm: nodes of the job"""
     gpus_per_node: int = 0

@@ -71,6 +71,19 @@ class Coloured:
         return f"<span style='font-family:monospace;white-space:pre-wrap'>{''.join(spans)}</span>"
 
 
+@dataclass(frozen=True)
+class Link:
+    """An address to click on."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def html(self) -> str:
+        return f"<a href='{escape(self.url)}' target='_blank'>{escape(self.url)}</a>"
+
+
 @dataclass(frozen=True, repr=False)
 class Samples(Table):
     """Completions. `texts` are the completions alone."""
@@ -78,7 +91,7 @@ class Samples(Table):
     texts: Sequence[str] = ()
 
 
-def of_session(config: Config, state: str, version: Version, rows: Sequence[Mapping[str, Any]]) -> Table:
+def of_session(config: Config, state: str, version: Version, rows: Sequence[Mapping[str, Any]], dashboard: str = "") -> Table:
     last = rows[-1] if rows else {}
     evaluated: Mapping[str, Any] = next((row for row in reversed(rows) if "eval/accuracy" in row), {})
     listed: list[tuple[object, object]] = [
@@ -90,6 +103,7 @@ def of_session(config: Config, state: str, version: Version, rows: Sequence[Mapp
     ]
     listed += [("reward", last["reward/mean"])] if "reward/mean" in last else []
     listed += [("held-out accuracy", f"{evaluated['eval/accuracy']:.3f} @{evaluated['eval/version']}")] if evaluated else []
+    listed += [("Monarch's dashboard", Link(dashboard))] if dashboard else []
     return Table("Session", ("", ""), listed)
 
 
@@ -181,4 +195,4 @@ def _html(text: str) -> str:
 
 
 def _cell(cell: object) -> str:
-    return f"<td style='text-align:left'>{cell.html() if isinstance(cell, Coloured) else _html(_text(cell))}</td>"
+    return f"<td style='text-align:left'>{cell.html() if isinstance(cell, Coloured | Link) else _html(_text(cell))}</td>"
