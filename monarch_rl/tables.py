@@ -36,7 +36,8 @@ class Table:
     note: str = ""
 
     def __repr__(self) -> str:
-        drawn = RichTable(*self.columns, title=self.title, title_justify="left", caption=self.note or None, box=box.SIMPLE)
+        shape: dict[str, Any] = {"title": self.title, "title_justify": "left", "caption": self.note or None, "box": box.SIMPLE}
+        drawn = RichTable(*self.columns, show_header=any(self.columns), **shape)
         for row in self.rows:
             drawn.add_row(*[_text(cell) for cell in row])
         console = Console(file=io.StringIO(), width=140, color_system=None, force_jupyter=False, markup=False, emoji=False)
@@ -47,7 +48,8 @@ class Table:
         head = "".join(f"<th style='text-align:left'>{escape(column)}</th>" for column in self.columns)
         body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in self.rows)
         note = f"<caption style='caption-side:bottom;text-align:left'>{escape(self.note)}</caption>" if self.note else ""
-        return f"<b>{escape(self.title)}</b><table>{note}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        head = f"<thead><tr>{head}</tr></thead>" if any(self.columns) else ""
+        return f"<b>{escape(self.title)}</b><table>{note}{head}<tbody>{body}</tbody></table>"
 
 
 @dataclass(frozen=True)

@@ -70,19 +70,21 @@ class Dashboard:
 
     async def show(self, hosts: Sequence[HostMesh]) -> None:
         """Hosts that are there. The first call says what its picture of the whole will hold."""
-        assert self._process is not None and self._process.stdin is not None
+        assert self._process is not None
+        assert self._process.stdin is not None
         for host in hosts:
             await host.initialized
         self._process.stdin.write(pickle.dumps(list(hosts)))
         await self._heard()
 
     async def _heard(self) -> dict[str, Any]:
-        assert self._process is not None and self._process.stdout is not None
+        assert self._process is not None
+        assert self._process.stdout is not None
         try:
             line = await asyncio.wait_for(self._process.stdout.readline(), ANSWER_S)
             said: dict[str, Any] = json.loads(line)
         except (TimeoutError, ValueError):
-            raise UserError(f"cluster.dashboard: Monarch's dashboard did not start; see {self._log}") from None
+            raise UserError(f"cluster.dashboard: Monarch's dashboard gives no answer; see {self._log}") from None
         if "problem" in said:
             raise UserError(f"cluster.dashboard: {said['problem']}")
         return said
