@@ -38,6 +38,8 @@ PICTURE_S = 5.0
 """Between two pictures of the whole."""
 
 
+KEY = f"rl_{os.urandom(6).hex()}"
+"""Names the sockets. One for all dashboards of a process, one after the other: Monarch does not let it change its mind."""
 _socket = ""
 """Where processes that are spawned from now on send what they do; empty: nowhere."""
 
@@ -49,7 +51,6 @@ class Dashboard:
         """`log`: a file for what goes wrong in it."""
         self.url = ""
         self._log = log
-        self._key = f"rl_{os.urandom(6).hex()}"
         self._process: Process | None = None
 
     async def start(self, *transport: str) -> None:
@@ -57,7 +58,7 @@ class Dashboard:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "monarch_rl.cluster.dashboard", self._key, *transport),
+                *(sys.executable, "-m", "monarch_rl.cluster.dashboard", KEY, *transport),
                 env=os.environ | MONARCH_ENVIRONMENT | {CONTROLLER: str(os.getpid())},
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
@@ -98,7 +99,7 @@ class Dashboard:
             self._process.kill()
         await self._process.wait()
         self._process, self.url = None, ""
-        shutil.rmtree(f"/tmp/monarch_{self._key}", ignore_errors=True)
+        shutil.rmtree(f"/tmp/monarch_{KEY}", ignore_errors=True)
 
 
 def _use_socket(path: str) -> None:

@@ -46,6 +46,9 @@ def test_it_shows_the_actors_of_a_run_on_the_loopback_interface_and_ends_with_it
             pass
 
         async def main():
+            earlier = Dashboard(Path(sys.argv[1]))
+            await earlier.start()
+            await earlier.close()
             dashboard = Dashboard(Path(sys.argv[1]))
             await dashboard.start()
             await dashboard.show([this_host()])
