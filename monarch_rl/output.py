@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import tempfile
+import time
 from pathlib import Path
 
 from monarch_rl.config import Config, UserError
@@ -100,8 +101,9 @@ def _check_free(config: Config, path: Path) -> None:
     if status is None or status.state != "running" or "SLURM_RESTART_COUNT" in os.environ:
         return
     if (status.host, status.pid) != (socket.gethostname(), os.getpid()):
+        ago_s = time.time() - status.updated
         raise UserError(
-            f"output_dir={config.output_dir}: a run goes on there (process {status.pid} on {status.host}); "
+            f"output_dir={config.output_dir}: a run goes on there (process {status.pid} on {status.host}, heard of {ago_s:.0f} s ago); "
             "end it first, or name a folder for this run alone"
         )
 

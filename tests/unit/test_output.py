@@ -53,7 +53,8 @@ def test_a_run_that_goes_on_keeps_its_folder_to_itself(resume: str, here: Path) 
     path = earlier(here / "runs/x")
     status = {"state": "running", "started": 1.0, "updated": time.time(), "host": "elsewhere", "pid": 7, "process_started": 1}
     (path / "status.json").write_text(json.dumps(status))
-    with pytest.raises(UserError, match=r"^output_dir=runs/x: a run goes on there \(process 7 on elsewhere\); end it first, or name a "):
+    said = r"^output_dir=runs/x: a run goes on there \(process 7 on elsewhere, heard of \d+ s ago\); end it first, or name a folder"
+    with pytest.raises(UserError, match=said):
         make_output_dir(Config(output_dir="runs/x", resume=resume))
     assert (path / "metrics.jsonl").read_text() == "earlier"
 
