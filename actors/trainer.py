@@ -83,7 +83,7 @@ class Trainer(Actor):
         """Register the staging slots that a generator's load plan asks for; handles of this rank's ring."""
         from monarch_rl.weights.slots import Ring
 
-        self._ring = Ring(plan, rank=self._rank, world=self._world, slots=self._config.weights.slots, announce=BOARD.post)
+        self._ring = Ring(plan, rank=self._rank, world=self._world, slots=self._config.weights.slots, board=BOARD)
         return self._ring.register()
 
     @endpoint

@@ -124,6 +124,8 @@ class WeightsConfig:
     """steps between publishes"""
     slots: int = 3
     """staging copies in a trainer rank's ring"""
+    verify: Literal["every", "first", "off"] = "first"
+    """after which swaps a replica holds its live parameters against the trainer's checksums"""
 
 
 @dataclass

@@ -144,19 +144,22 @@ class Engine:
         """End a request; its `generate` returns what it has, with finish reason `abort`. An unknown or finished one is let be."""
         await self._ask(partial(self._abort, request_id))
 
-    async def swap(self, write: Callable[[list[Tensor]], None], version: Version) -> float:
+    async def swap(
+        self, write: Callable[[list[Tensor]], None], version: Version, compare: Callable[[list[Tensor]], None] | None = None
+    ) -> float:
         """Make `version` live between two decode steps. Requests go on, with the keys and values that they have.
 
         Args:
             write: is given the destinations of the plan's pieces, on the engine thread.
+            compare: is given them again when they are live, and raises where they are not what they should be.
 
         Returns:
-            Seconds in which nothing was decoded.
+            Seconds in which nothing was decoded, but for `compare`.
 
         Raises:
-            EngineError: `write` raised. The weights may be a mix, so the engine serves nothing any more.
+            EngineError: `write` or `compare` raised. The weights may be a mix, so the engine serves nothing any more.
         """
-        return await self._ask(partial(self._swap, write, version))
+        return await self._ask(partial(self._swap, write, version, compare))
 
     async def fingerprints(self) -> dict[str, int]:
         """Checkpoint tensor → checksum of what the engine holds of it, see `weights.slots.fingerprints`."""
@@ -328,7 +331,7 @@ class Engine:
         self._llm.abort_request([internal], internal=True)
         self._finish(call, index, output)
 
-    def _swap(self, write: Callable[[list[Tensor]], None], version: Version) -> float:
+    def _swap(self, write: Callable[[list[Tensor]], None], version: Version, compare: Callable[[list[Tensor]], None] | None) -> float:
         import torch
 
         self._doing = f"writing weights of version {version}"
@@ -344,6 +347,9 @@ class Engine:
         pause_s = time.perf_counter() - start
         self._swaps += 1
         self._pause_s += pause_s
+        if compare is not None:
+            self._doing = f"comparing its weights with those of version {version}"
+            self._read_live(compare)
         return pause_s
 
     def _salt_anew(self) -> None:
@@ -357,10 +363,14 @@ class Engine:
     def _fingerprints(self) -> dict[str, int]:
         from monarch_rl.weights.slots import fingerprints
 
+        return self._read_live(partial(fingerprints, self._plan))
+
+    def _read_live(self, read: Callable[[list[Tensor]], T]) -> T:
+        """What `read` finds in the live parameters, in the layout in which they were written."""
         unpack(self._experts)
-        prints = fingerprints(self._plan, self._views)
+        found = read(self._views)
         pack(self._experts)
-        return prints
+        return found
 
     def _build(self) -> LoadPlan:
         from vllm.config import set_current_vllm_config

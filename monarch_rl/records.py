@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 DEADLINE_S = 60.0
 RECENT = 2000
 """Spans of an actor that are kept for figures."""
+TOO_SLOW = (
+    "generator {0.replica} is too slow for the weights: its pulls are written over while it reads ({0.rejected} so far), "
+    "a version is kept for it; more weights.slots or a larger weights.every give it time"
+)
 LOOK_S = 1.0
 """Between two looks into the replay buffer, for display."""
 
@@ -95,7 +99,11 @@ class Records:
 
     async def collect(self) -> None:
         """The latest report of each generator; their spans go where spans go."""
+        before = {report.replica: report.too_slow for report in self.reports}
         self.reports, spans = await answer(self._metrics.collect.call_one(), "metrics", DEADLINE_S)
+        for report in self.reports:
+            if report.too_slow > before.get(report.replica, 0):
+                self.console.say(TOO_SLOW.format(report))
         for lane, recorded in spans.items():
             self.spans(lane, recorded)
         self.console.reports(self.step, self.reports)

@@ -28,6 +28,8 @@ class GeneratorReport:
     """versions swapped in"""
     rejected: int = 0
     """pulls that were not one whole version"""
+    too_slow: int = 0
+    """times that several pulls in a row were rejected, so that the trainer was asked to keep a version for this one"""
     tokens_during_pulls: int = 0
     """sampled between the start of a pull and its swap"""
     pull_s: float = 0.0
@@ -59,6 +61,7 @@ class GeneratorFigures:
             "sync/pull_s": max(r.pull_s for r in reports),
             "sync/pause_s": max(r.pause_s for r in reports),
             "sync/rejected": float(sum(r.rejected for r in reports)),
+            "sync/too_slow": float(sum(r.too_slow for r in reports)),
             "sync/tokens_during_pulls": float(sum(r.tokens_during_pulls for r in reports)),
             "tokens/generated": generated,
             "throughput/generated_tok_s": generated / elapsed,

@@ -7,6 +7,7 @@ import copy
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,13 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from actors.generator import Generator
 from monarch_rl import engine as engine_module
+from monarch_rl.configure import load
 from monarch_rl.engine import Engine, EngineError, PromptTooLong, UnusablePrompt
 from monarch_rl.types import Generation, Sampling, Version
 from monarch_rl.weights.plan import LoadPlan, apply, layout, region_bytes, shard_rows, stage
+from monarch_rl.weights.pull import WeightsDiffer
 from monarch_rl.weights.slots import checksum
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
@@ -336,6 +340,22 @@ async def test_a_failing_write_fails_the_engine(doomed: System) -> None:
         return asyncio.ensure_future(doomed.engine.swap(write, Version(0, 9)))
 
     await fails(doomed, swap, r"writing weights of version 0.9: the network is gone")
+
+
+async def test_weights_that_differ_from_the_trainers_end_the_replica_that_holds_them(doomed: System) -> None:
+    """Case 35: the error names replica, version and tensor, and nothing more is served."""
+
+    def compare(views: list[Tensor]) -> None:
+        assert torch.equal(views[0], doomed.model.get_parameter(doomed.plan.pieces[0].name))
+        raise WeightsDiffer(f"the live weights are not those of version 0.7: {doomed.plan.pieces[0].name} differs from trainer rank 1's")
+
+    generator = Generator(load(["recipe=grpo_qwen", "profile=cpu", "weights.verify=every"]).config, 1, metrics=None)  # type: ignore[arg-type]
+    generator._engine = doomed.engine
+    puller = SimpleNamespace(write=doomed.write, compare=compare)
+    with pytest.raises(WeightsDiffer, match=r"^generator 1: .* not those of version 0\.7: model\.\S+ differs from trainer"):
+        await generator._swap(puller, Version(0, 7))  # type: ignore[arg-type]
+    with pytest.raises(EngineError):
+        await doomed.engine.generate([1], Sampling(1), 0)
 
 
 async def test_a_failing_step_fails_what_is_pending(doomed: System, monkeypatch: pytest.MonkeyPatch) -> None:

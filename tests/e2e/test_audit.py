@@ -28,7 +28,7 @@ SHARED_PREFIX = f"task={Path(__file__).parent / 'audit_task.py'}:SharedPrefix"
 # Few sequences at a time: decoding is what takes long, so that weights arrive while episodes are under way and others still wait.
 ASYNCHRONOUS = ["buffer.prompts_per_step=8", "buffer.max_age=2", "generator.engine.max_num_seqs=2"]
 AUDITS = {
-    "every version": [*ASYNCHRONOUS, "steps=6"],
+    "every version": [*ASYNCHRONOUS, "steps=6", "weights.verify=every"],
     "every other version, cooler, shared prefixes": [
         *ASYNCHRONOUS,
         *("steps=9", "weights.every=2", "generator.temperature=0.7", SHARED_PREFIX),
