@@ -86,8 +86,7 @@ class Generator(Actor):
         if self._plan.digest != plan_digest:
             raise RuntimeError(f"{self.name}: its engine cuts the weights differently from generator 0; all replicas must share one layout")
         await transport.warm_up()
-        puller = Puller(self._plan, slots)
-        self._pulls.bytes_per_pull = puller.nbytes
+        puller = Puller(self._plan, slots, encoding=self._config.weights.encoding)
         self._following = asyncio.create_task(self._follow(Reader(self.name, publishers, puller), puller), name="follow")
         await asyncio.wait({self._following})
         if not self._following.cancelled():
@@ -149,6 +148,7 @@ class Generator(Actor):
             return
         pulled_ns = time.time_ns()
         pause_s = await self._swap(puller, target.version)
+        self._pulls.bytes_per_pull, self._pulls.deltas = puller.moved, puller.deltas
         self._swapped(target.version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - before)
 
     async def _swap(self, puller: Puller, version: Version) -> float:

@@ -83,7 +83,9 @@ class Trainer(Actor):
         """Register the staging slots that a generator's load plan asks for; handles of this rank's ring."""
         from monarch_rl.weights.slots import Ring
 
-        self._ring = Ring(plan, rank=self._rank, world=self._world, slots=self._config.weights.slots, board=BOARD)
+        weights = self._config.weights
+        deltas = weights.encoding != "full"
+        self._ring = Ring(plan, rank=self._rank, world=self._world, slots=weights.slots, board=BOARD, deltas=deltas)
         return self._ring.register()
 
     @endpoint

@@ -124,6 +124,8 @@ class WeightsConfig:
     """steps between publishes"""
     slots: int = 3
     """staging copies in a trainer rank's ring"""
+    encoding: Literal["full", "delta", "auto"] = "full"
+    """what a pull moves: all weights; what has changed since the version before; or whichever of the two has been faster"""
     verify: Literal["every", "first", "off"] = "first"
     """after which swaps a replica holds its live parameters against the trainer's checksums"""
 

@@ -37,6 +37,9 @@ class GeneratorReport:
     pause_s: float = 0.0
     """of the last swap: the time in which no decode step could run"""
     bytes_per_pull: int = 0
+    """of the last pull"""
+    deltas: int = 0
+    """pulls that moved only what had changed (`weights.encoding`)"""
 
 
 class GeneratorFigures:
@@ -61,6 +64,7 @@ class GeneratorFigures:
             "sync/pull_s": max(r.pull_s for r in reports),
             "sync/pause_s": max(r.pause_s for r in reports),
             "sync/rejected": float(sum(r.rejected for r in reports)),
+            "sync/deltas": float(sum(r.deltas for r in reports)),
             "sync/too_slow": float(sum(r.too_slow for r in reports)),
             "sync/tokens_during_pulls": float(sum(r.tokens_during_pulls for r in reports)),
             "tokens/generated": generated,

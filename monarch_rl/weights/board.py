@@ -18,11 +18,30 @@ KEPT_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """What leads from the version before to this one, beside the image in the same slot."""
+
+    base: Version
+    nbytes: int
+    checksum: int
+    """Of its bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """One whole version of a rank."""
+
+    version: Version
+    slot: int
+    delta: Delta | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Offer:
     """What one trainer rank has sealed and not begun to write over."""
 
-    sealed: Mapping[int, tuple[Version, int]]
-    """Number of the publish (0 is the first; the same on every rank) → its version, and the slot that holds it."""
+    sealed: Mapping[int, Sealed]
+    """By number of the publish: 0 is the first, and the same version has the same number on every rank."""
 
     @property
     def newest(self) -> int:
@@ -32,7 +51,7 @@ class Offer:
     @property
     def version(self) -> Version:
         """Of the newest publish."""
-        return self.sealed[self.newest][0]
+        return self.sealed[self.newest].version
 
 
 @dataclass(slots=True)

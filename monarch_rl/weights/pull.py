@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
 
 from monarch_rl.types import Version
 from monarch_rl.weights import transport
-from monarch_rl.weights.board import Offer
+from monarch_rl.weights.board import Delta, Offer, Sealed
+from monarch_rl.weights.delta import apply_delta
 from monarch_rl.weights.plan import LoadPlan, apply, layout, region_bytes
-from monarch_rl.weights.slots import SlotBuffers, as_bytes, checksum, checksums
+from monarch_rl.weights.slots import SlotBuffers, as_bytes, checksum, checksums, delta_chunk, most_delta
+
+if TYPE_CHECKING:
+    from monarch.rdma import RDMABuffer
 
 TOO_OFTEN = 3
 """After so many rejected pulls in a row a reader has the trainers keep a version for it."""
@@ -36,18 +41,19 @@ class Target:
 
     number: int
     """Of its publish."""
-    version: Version
-    slots: list[int]
-    """That hold it, by rank."""
+    sealed: list[Sealed]
+    """By rank."""
+
+    @property
+    def version(self) -> Version:
+        return self.sealed[0].version
 
 
 def common(offers: Sequence[Offer], number: int | None = None) -> Target | None:
     """The newest version that every rank holds, or the one of publish `number`; None where they have none in common."""
     numbers = set.intersection(*[set(offer.sealed) for offer in offers])
     found = max(numbers, default=None) if number is None else number
-    if found not in numbers:
-        return None
-    return Target(found, offers[0].sealed[found][0], [offer.sealed[found][1] for offer in offers])
+    return None if found is None or found not in numbers else Target(found, [offer.sealed[found] for offer in offers])
 
 
 class Puller:
@@ -55,12 +61,25 @@ class Puller:
 
     Args:
         slots: for each trainer rank, the handles of its ring.
+        encoding: whether to pull deltas where the staging memory holds what they are based on; auto: where that has been faster.
     """
 
-    def __init__(self, plan: LoadPlan, slots: Sequence[Sequence[SlotBuffers]], *, deadline_s: int = 60) -> None:
-        self._plan, self._slots, self._deadline_s = plan, slots, deadline_s
+    def __init__(
+        self,
+        plan: LoadPlan,
+        slots: Sequence[Sequence[SlotBuffers]],
+        *,
+        encoding: Literal["full", "delta", "auto"] = "full",
+        deadline_s: int = 60,
+    ) -> None:
+        self._plan, self._slots, self._encoding, self._deadline_s = plan, slots, encoding, deadline_s
         self._layouts = [layout(plan, rank, len(slots)) for rank in range(len(slots))]
-        self._cuts = [transport.cut(region_bytes(blocks)) for blocks in self._layouts]
+        self._sizes = [region_bytes(blocks) for blocks in self._layouts]
+        self._read_s = self._apply_s = 0.0  # of a byte that is read, of a byte of a delta that is applied; as last measured
+        self.moved = 0
+        """Bytes of the last pull."""
+        self.deltas = 0
+        """Pulls that moved deltas."""
         self._allocate()
 
     @property
@@ -70,8 +89,8 @@ class Puller:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that one pull moves."""
-        return sum(region.numel() for region in self._regions)
+        """Bytes of a whole image."""
+        return sum(self._sizes)
 
     async def pull(self, target: Target) -> None:
         """Fill the staging memory with the target's version.
@@ -79,15 +98,22 @@ class Puller:
         Raises:
             RejectedPull: a slot was written over meanwhile, bytes do not match their checksum, or they came too late.
         """
-        slots = [ring[slot] for ring, slot in zip(self._slots, target.slots, strict=True)]
-        data = [
-            (region[cut], buffer)
-            for region, cuts, slot in zip(self._regions, self._cuts, slots, strict=True)
-            for cut, buffer in zip(cuts, slot.data, strict=True)
+        slots = [ring[sealed.slot] for ring, sealed in zip(self._slots, target.sealed, strict=True)]
+        deltas = self._usable(target.sealed)
+        if deltas is None:
+            self._holds = None
+            memory, data = self._regions, [(slot.data, transport.cut(size)) for slot, size in zip(slots, self._sizes, strict=True)]
+        else:
+            memory, data = self._delta_memory, [self._pieces(*each) for each in zip(slots, deltas, self._sizes, strict=True)]
+        start = time.perf_counter()
+        parts = [
+            (own[cut], buffer) for own, (buffers, cuts) in zip(memory, data, strict=True) for buffer, cut in zip(buffers, cuts, strict=True)
         ]
-        await self._read(data)
+        await self._read(parts)
+        self.moved = sum(len(part) for part, _ in parts)
+        self._read_s = (time.perf_counter() - start) / max(1, self.moved)
         await self._read([(as_bytes(seal), slot.seal) for seal, slot in zip(self._seals, slots, strict=True)])
-        await asyncio.to_thread(self._prove, target.version)
+        await asyncio.to_thread(self._take, target.version, deltas)
 
     def write(self, views: list[Tensor]) -> None:
         """Copy the staged version into the engine's parameters (to be run between two decode steps)."""
@@ -107,20 +133,58 @@ class Puller:
                     raise WeightsDiffer(f"the live weights are not those of version {version}: {name} differs from trainer rank {rank}'s")
 
     def _allocate(self) -> None:
-        self._regions = [torch.zeros(region_bytes(blocks), dtype=torch.uint8) for blocks in self._layouts]
+        self._regions = [torch.zeros(size, dtype=torch.uint8) for size in self._sizes]
         self._seals = [torch.zeros(1 + len(blocks), dtype=torch.int64) for blocks in self._layouts]
+        self._delta_memory = [torch.zeros(most_delta(size) if self._encoding != "full" else 0, dtype=torch.uint8) for size in self._sizes]
+        self._holds: Version | None = None  # what the regions are an image of
 
-    async def _read(self, pieces: list[tuple[Tensor, Any]]) -> None:
+    def _usable(self, sealed: Sequence[Sealed]) -> list[Delta] | None:
+        """The deltas of all ranks, where all lead on from what the staging memory holds, and are worth it."""
+        deltas = [each.delta for each in sealed if each.delta is not None and each.delta.base == self._holds]
+        if self._encoding == "full" or len(deltas) < self.ranks:
+            return None
+        nbytes = sum(delta.nbytes for delta in deltas)
+        pays = self._encoding == "delta" or (self.nbytes - nbytes) * self._read_s > nbytes * self._apply_s
+        return deltas if pays else None
+
+    def _pieces(self, slot: SlotBuffers, delta: Delta, size: int) -> tuple[list[RDMABuffer], list[slice]]:
+        """The registered pieces that hold a delta."""
+        cuts = [cut for cut in transport.cut(most_delta(size), delta_chunk(size)) if cut.start < delta.nbytes]
+        return slot.delta[: len(cuts)], cuts
+
+    async def _read(self, pieces: list[tuple[Tensor, RDMABuffer]]) -> None:
         try:
             await transport.read(pieces, deadline_s=self._deadline_s)
         except Exception as error:
             self._allocate()  # what is still under way may arrive later: not in the memory of the next pull
             raise RejectedPull(f"the transport failed: {error}") from error
 
-    def _prove(self, version: Version) -> None:
-        for rank, (region, blocks, seal) in enumerate(zip(self._regions, self._layouts, self._seals, strict=True)):
+    def _take(self, version: Version, deltas: list[Delta] | None) -> None:
+        """Prove what has arrived, and apply it where it is deltas."""
+        self._prove_headers(version)
+        if deltas is not None:
+            self._apply(deltas)
+        self._prove_bytes(version)
+        self._holds = version
+
+    def _apply(self, deltas: list[Delta]) -> None:
+        arrived = [memory[: delta.nbytes] for memory, delta in zip(self._delta_memory, deltas, strict=True)]
+        if [checksum(each) for each in arrived] != [delta.checksum for delta in deltas]:
+            raise RejectedPull(f"bytes of a delta on version {deltas[0].base} do not match their checksum")
+        self._holds = None  # unless all goes well
+        start = time.perf_counter()
+        for each, blocks, region in zip(arrived, self._layouts, self._regions, strict=True):
+            apply_delta(self._plan, blocks, each.numpy(), region)
+        self._apply_s = (time.perf_counter() - start) / max(1, sum(map(len, arrived)))
+        self.deltas += 1
+
+    def _prove_headers(self, version: Version) -> None:
+        for rank, seal in enumerate(self._seals):
             if int(seal[0]) != version.pack():
                 raise RejectedPull(f"rank {rank}: slot of version {version} was written over while it was read")
+
+    def _prove_bytes(self, version: Version) -> None:
+        for rank, (region, blocks, seal) in enumerate(zip(self._regions, self._layouts, self._seals, strict=True)):
             if checksums(region, blocks) != seal[1:].tolist():
                 raise RejectedPull(f"rank {rank}: bytes of version {version} do not match their checksums")
 

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from monarch_rl.types import Version
 from monarch_rl.weights import transport
-from monarch_rl.weights.board import Board, Offer
+from monarch_rl.weights.board import Board, Delta, Offer, Sealed
+from monarch_rl.weights.delta import encode
 from monarch_rl.weights.plan import Block, LoadPlan, layout, region_bytes, stage
 
 if TYPE_CHECKING:
@@ -35,6 +36,18 @@ class SlotBuffers:
     data: list[RDMABuffer]
     seal: RDMABuffer
     """int64: the packed version, then the checksum of each block."""
+    delta: list[RDMABuffer]
+    """Of which as many are read as the delta is long; none where there are no deltas."""
+
+
+def most_delta(region: int) -> int:
+    """Bytes of the largest delta of a region of so many bytes; a larger one would save too little."""
+    return region // 2
+
+
+def delta_chunk(region: int) -> int:
+    """Bytes of a registered piece of delta memory: a delta is read to the end of a piece."""
+    return min(transport.CHUNK_BYTES, max(4096, region // 128))
 
 
 def checksum(piece: Tensor) -> int:
@@ -69,22 +82,23 @@ def as_bytes(host: Tensor) -> Tensor:
 class Ring:
     """K slots of one trainer rank, and the side thread that seals what the trainer staged.
 
-    The trainer's thread pays for one copy of its local shards per publish; checksums and announcement are the side thread's.
+    The trainer's thread pays for one copy of its local shards per publish; checksums, deltas and announcement are the side thread's.
     """
 
-    def __init__(self, plan: LoadPlan, *, rank: int, world: int, slots: int, board: Board) -> None:
+    def __init__(self, plan: LoadPlan, *, rank: int, world: int, slots: int, board: Board, deltas: bool = False) -> None:
         self._plan, self._rank, self._world, self._board = plan, rank, world, board
         self._blocks = layout(plan, rank, world)
         self._cuda = torch.cuda.is_available()
         size = region_bytes(self._blocks)
         self._regions = [torch.zeros(size, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(slots)]
         self._seals = [torch.full((1 + len(self._blocks),), BEING_WRITTEN, dtype=torch.int64) for _ in range(slots)]
+        self._deltas = [torch.zeros(most_delta(size) if deltas else 0, dtype=torch.uint8) for _ in range(slots)]
         self._stream = torch.cuda.Stream() if self._cuda else None
         self._published = 0
         self._slot = -1
         self._lock = threading.Lock()
         self._owners: list[int | None] = [None] * slots  # number of the publish that has taken the slot
-        self._sealed: dict[int, tuple[Version, int]] = {}
+        self._sealed: dict[int, Sealed] = {}
         self._copied: torch.cuda.Event | None = None
         self._staged: SimpleQueue[tuple[int, int, Version, torch.cuda.Event | None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._seal_forever, name="weights-seal", daemon=True)
@@ -97,9 +111,10 @@ class Ring:
 
     def register(self) -> list[SlotBuffers]:
         """Handles of all slots. To be called once, inside the actor that owns the ring."""
+        chunk = delta_chunk(self.nbytes)
         return [
-            SlotBuffers(transport.register(region), transport.register(as_bytes(seal))[0])
-            for region, seal in zip(self._regions, self._seals, strict=True)
+            SlotBuffers(transport.register(region), transport.register(as_bytes(seal))[0], transport.register(delta, chunk))
+            for region, seal, delta in zip(self._regions, self._seals, self._deltas, strict=True)
         ]
 
     def publish(self, shards: Mapping[str, Tensor], version: Version) -> None:
@@ -158,14 +173,28 @@ class Ring:
         if self._owners[slot] != number:  # the trainer has begun to write over it
             return
         sums = torch.tensor(checksums(self._regions[slot], self._blocks), dtype=torch.int64)
+        delta = self._find_delta(number, slot)
         with self._lock:
             if self._owners[slot] != number:
                 return
+            if number - 1 not in self._sealed:  # it was written over while it was compared
+                delta = None
             self._seals[slot][1:] = sums
             self._seals[slot][0] = version.pack()
-            self._sealed[number] = version, slot
+            self._sealed[number] = Sealed(version, slot, delta)
             offer = Offer(dict(self._sealed))
         self._board.post(offer)
+
+    def _find_delta(self, number: int, slot: int) -> Delta | None:
+        """Compare a slot with the one of the publish before, and leave what differs beside it."""
+        base, memory = self._sealed.get(number - 1), self._deltas[slot]
+        if base is None or not len(memory):
+            return None
+        found = encode(self._plan, self._blocks, self._regions[base.slot], self._regions[slot], len(memory))
+        if found is None:
+            return None
+        memory[: len(found)] = torch.from_numpy(found)
+        return Delta(base.version, len(found), checksum(memory[: len(found)]))
 
 
 def _signed(digest: int) -> int:

@@ -17,18 +17,19 @@ CHUNK_BYTES = 4 << 20
 """Size of one registered buffer: one action pipelines its buffers, while the bytes of one buffer go one after the other."""
 
 
-def cut(nbytes: int) -> list[slice]:
-    """The pieces in which a region of `nbytes` is registered, checksummed and read."""
-    return [slice(a, min(a + CHUNK_BYTES, nbytes)) for a in range(0, nbytes, CHUNK_BYTES)]
+def cut(nbytes: int, chunk: int = 0) -> list[slice]:
+    """The pieces in which memory of `nbytes` is registered and read."""
+    chunk = chunk or CHUNK_BYTES
+    return [slice(a, min(a + chunk, nbytes)) for a in range(0, nbytes, chunk)]
 
 
-def register(host: Tensor) -> list[RDMABuffer]:
+def register(host: Tensor, chunk: int = 0) -> list[RDMABuffer]:
     """Register a flat uint8 host tensor piece by piece. Once per tensor: memory stays registered for good."""
     from monarch.rdma import RDMABuffer
 
     _without_fallback_warning()
     with silent_stderr():
-        return [RDMABuffer(host[piece]) for piece in cut(host.numel())]
+        return [RDMABuffer(host[piece]) for piece in cut(host.numel(), chunk)]
 
 
 async def warm_up() -> None:

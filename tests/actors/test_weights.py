@@ -17,6 +17,7 @@ from monarch.actor import this_host
 
 from actors.publisher import Publisher
 from monarch_rl.types import Version
+from monarch_rl.weights.board import Sealed
 from monarch_rl.weights.plan import LoadPlan, Piece
 from monarch_rl.weights.pull import TOO_OFTEN, Target
 from tests.actors.weight_actors import Follower, Writer
@@ -83,7 +84,7 @@ async def test_an_overwritten_slot_is_rejected(tmp_path: Path) -> None:
         assert await reader.pull.call_one() == 0
         await system.writer.publish.call(SLOTS)
         await system.publishers.next.call("settle", None, SLOTS)
-        assert await reader.pull.call_one(Target(0, Version(0, 0), [0, 0])) is None
+        assert await reader.pull.call_one(Target(0, [Sealed(Version(0, 0), 0)] * 2)) is None
         assert await reader.live.call_one() == 0
         assert await reader.pull.call_one() == SLOTS
 
@@ -181,5 +182,5 @@ async def test_a_rank_that_is_killed_in_mid_publish_serves_nothing_wrong(tmp_pat
                 system.writer.slice(rank=0).publish.call_one().as_asyncio(),
                 system.writer.slice(rank=1).die_in_publish.call_one().as_asyncio(),
             )
-        assert await reader.pull.call_one(Target(2, Version(0, 2), [0, 0])) is None
+        assert await reader.pull.call_one(Target(2, [Sealed(Version(0, 2), 0)] * 2)) is None
         assert await reader.live.call_one() == 1

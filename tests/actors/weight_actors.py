@@ -99,7 +99,7 @@ class Deadly(dict[str, Tensor]):
 class Trusting(Puller):
     """Looks neither at headers nor at checksums."""
 
-    def _prove(self, version: Version) -> None: ...
+    def _take(self, version: Version, deltas: object) -> None: ...
 
 
 class Follower(Actor):

@@ -6,13 +6,17 @@ import pytest
 
 from monarch_rl.types import Version
 from monarch_rl.weights import board as board_module
-from monarch_rl.weights.board import Board, Offer
+from monarch_rl.weights.board import Board, Offer, Sealed
 from monarch_rl.weights.pull import Target, common
 
 
 def offer(numbers: dict[int, int]) -> Offer:
     """From numbers of publishes to their slots."""
-    return Offer({number: (Version(0, 10 * number), slot) for number, slot in numbers.items()})
+    return Offer({number: sealed(number, slot) for number, slot in numbers.items()})
+
+
+def sealed(number: int, slot: int) -> Sealed:
+    return Sealed(Version(0, 10 * number), slot)
 
 
 def test_a_publish_is_kept_from_its_seal_until_its_reader_asks_for_more() -> None:
@@ -61,7 +65,7 @@ def test_a_reader_that_died_holds_no_slot_for_ever(monkeypatch: pytest.MonkeyPat
 def test_ranks_agree_on_the_newest_publish_that_all_have_sealed() -> None:
     """Their slots may differ: one rank may have passed over one that it keeps."""
     ahead, behind = offer({3: 0, 4: 2, 5: 1}), offer({2: 1, 3: 2, 4: 0})
-    assert common([ahead, behind]) == Target(4, Version(0, 40), [2, 0])
-    assert common([ahead, behind], 3) == Target(3, Version(0, 30), [0, 2])
+    assert common([ahead, behind]) == Target(4, [sealed(4, 2), sealed(4, 0)])
+    assert common([ahead, behind], 3) == Target(3, [sealed(3, 0), sealed(3, 2)])
     assert common([ahead, behind], 5) is None
     assert common([offer({5: 0, 6: 1}), behind]) is None

@@ -37,16 +37,16 @@ def local_transport(monkeypatch: pytest.MonkeyPatch) -> None:
             here.copy_(there)
 
     monkeypatch.setattr(transport, "CHUNK_BYTES", 128)
-    monkeypatch.setattr(transport, "register", lambda host: [host[piece] for piece in transport.cut(len(host))])
+    monkeypatch.setattr(transport, "register", lambda host, chunk=0: [host[piece] for piece in transport.cut(len(host), chunk)])
     monkeypatch.setattr(transport, "read", read)
 
 
 class Trainers:
     """Rings of all ranks, and weights that follow from the version."""
 
-    def __init__(self, world: int, slots: int = 3) -> None:
+    def __init__(self, world: int, slots: int = 3, *, deltas: bool = False) -> None:
         self.boards = [Board() for _ in range(world)]
-        self.rings = [Ring(PLAN, rank=rank, world=world, slots=slots, board=board) for rank, board in enumerate(self.boards)]
+        self.rings = [Ring(PLAN, rank=rank, world=world, slots=slots, board=board, deltas=deltas) for rank, board in enumerate(self.boards)]
         self.slots = [ring.register() for ring in self.rings]
         self.offers: list[Offer] = [Offer({})] * world
 
@@ -72,8 +72,13 @@ class Trainers:
 
 
 def weights(step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    """A few elements of every tensor change at each step."""
+    generator = torch.Generator().manual_seed(0)
+    made = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    for _ in range(step):
+        for whole in made.values():
+            whole.view(-1)[torch.randint(whole.numel(), (2,), generator=generator)] += 1
+    return made
 
 
 def empty() -> list[Tensor]:
@@ -164,3 +169,72 @@ async def test_a_slot_that_is_kept_is_passed_over() -> None:
         await trainers.publish(step)
     with pytest.raises(RejectedPull, match="written over"):
         await puller.pull(kept)
+
+
+async def swapped(puller: Puller, target: Target, live: list[Tensor]) -> None:
+    await puller.pull(target)
+    puller.write(live)
+    puller.compare(live)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+async def test_deltas_lead_to_the_same_weights_as_whole_images(world: int) -> None:
+    """Bit for bit, at every version, and with fewer bytes."""
+    trainers = Trainers(world, slots=2, deltas=True)
+    full, delta = Puller(PLAN, trainers.slots), Puller(PLAN, trainers.slots, encoding="delta")
+    one, other = empty(), empty()
+    for step in range(12):
+        target = await trainers.publish(step)
+        await swapped(full, target, one)
+        await swapped(delta, target, other)
+        assert all(torch.equal(left, right) for left, right in zip(one, other, strict=True))
+        assert (delta.deltas, full.deltas) == (step, 0)
+    assert full.moved == full.nbytes
+
+
+async def test_a_reader_that_missed_a_version_pulls_a_whole_image() -> None:
+    """A delta is only for those that hold what it is based on."""
+    trainers, live = Trainers(2, deltas=True), empty()
+    puller = Puller(PLAN, trainers.slots, encoding="delta")
+    await swapped(puller, await trainers.publish(0), live)
+    await trainers.publish(1)
+    await swapped(puller, await trainers.publish(2), live)
+    assert puller.deltas == 0
+    await swapped(puller, await trainers.publish(3), live)
+    assert puller.deltas == 1
+
+
+async def test_a_delta_that_arrives_damaged_leaves_the_base_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainers, live = Trainers(1, deltas=True), empty()
+    puller = Puller(PLAN, trainers.slots, encoding="delta")
+    await swapped(puller, await trainers.publish(0), live)
+    target, read = await trainers.publish(1), transport.read
+
+    async def flip(pieces: list[tuple[Tensor, Any]], *, deadline_s: int) -> None:
+        await read(pieces, deadline_s=deadline_s)
+        monkeypatch.setattr(transport, "read", read)  # the seal arrives as it is
+        pieces[0][0][0] ^= 1
+
+    monkeypatch.setattr(transport, "read", flip)
+    with pytest.raises(RejectedPull, match=r"delta on version 0\.0"):
+        await puller.pull(target)
+    await swapped(puller, target, live)
+    assert puller.deltas == 1
+
+
+async def test_where_all_has_changed_the_image_is_pulled() -> None:
+    trainers, live = Trainers(1, deltas=True), empty()
+    puller = Puller(PLAN, trainers.slots, encoding="delta")
+    await swapped(puller, await trainers.publish(0), live)
+    await swapped(puller, await trainers.publish(1000), live)
+    assert puller.deltas == 0
+
+
+async def test_auto_takes_what_has_been_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a network that costs nothing no delta pays, once it is known what applying one costs."""
+    trainers, live = Trainers(1, deltas=True), empty()
+    puller = Puller(PLAN, trainers.slots, encoding="auto")
+    for step, (read_s, apply_s, deltas) in enumerate([(0.0, 0.0, 0), (1.0, 0.0, 1), (1.0, 0.5, 2), (0.0, 0.5, 2), (0.01, 0.5, 2)]):
+        puller._read_s, puller._apply_s = read_s, apply_s
+        await swapped(puller, await trainers.publish(step), live)
+        assert puller.deltas == deltas, step
