@@ -52,7 +52,8 @@ class Generator(Actor):
 
         config = self._config
         directory = str(model_directory(config.model.path))
-        self._engine = Engine(directory, config.model.dtype, seed=config.seed, overrides=dict(config.generator.engine))
+        overrides = dict(config.generator.engine)
+        self._engine = Engine(directory, config.model.dtype, seed=config.seed, overrides=overrides, kv=config.generator.kv)
         try:
             self._plan = await self._engine.start()
         except EngineError as error:

@@ -64,6 +64,8 @@ class GeneratorConfig:
     """sampling temperature, at least 0.01"""
     max_new_tokens: int = 96
     """token budget of one episode"""
+    kv: Literal["keep", "recompute"] = "keep"
+    """keys and values of unfinished episodes when new weights arrive: kept as the old weights made them, or computed anew"""
     engine: dict[str, Any] = field(default_factory=dict)
     """passed on to vLLM's EngineArgs, e.g. generator.engine.max_num_seqs=64"""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 
@@ -91,9 +91,13 @@ class Engine:
     Args:
         model_path: a Hugging Face directory or hub name; only its configuration is read, weights arrive by `swap`.
         overrides: `generator.engine.*`, passed on to vLLM's EngineArgs.
+        kv: what becomes of the keys and values of unfinished requests at a swap.
     """
 
-    def __init__(self, model_path: str, dtype: str, *, seed: int, overrides: dict[str, Any]) -> None:
+    def __init__(
+        self, model_path: str, dtype: str, *, seed: int, overrides: dict[str, Any], kv: Literal["keep", "recompute"] = "keep"
+    ) -> None:
+        self._kv = kv
         self._model_path, self._dtype, self._seed, self._overrides = model_path, dtype, seed, overrides
         self._failure: EngineError | None = EngineError("the engine was not started")
         self._waiting: set[asyncio.Future[Any]] = set()
@@ -147,7 +151,7 @@ class Engine:
     async def swap(
         self, write: Callable[[list[Tensor]], None], version: Version, compare: Callable[[list[Tensor]], None] | None = None
     ) -> float:
-        """Make `version` live between two decode steps. Requests go on, with the keys and values that they have.
+        """Make `version` live between two decode steps. Requests go on, with the keys and values that they have, or computed anew (`kv`).
 
         Args:
             write: is given the destinations of the plan's pieces, on the engine thread.
@@ -343,6 +347,8 @@ class Engine:
             torch.cuda.synchronize()  # the staging memory is free to be filled again when this returns
         self._llm.set_weight_version(str(version.pack()))
         self._version = version
+        if self._kv == "recompute":
+            self._llm.reset_prefix_cache(reset_running_requests=True)
         self._salt_anew()
         pause_s = time.perf_counter() - start
         self._swaps += 1

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -105,8 +105,8 @@ class System:
         return list(await asyncio.gather(*requests))
 
 
-async def started(path: Path, kv_bytes: int = 64 << 20) -> System:
-    engine = Engine(str(path), "float32", seed=0, overrides={"kv_cache_memory_bytes": kv_bytes})
+async def started(path: Path, kv_bytes: int = 64 << 20, kv: Literal["keep", "recompute"] = "keep") -> System:
+    engine = Engine(str(path), "float32", seed=0, overrides={"kv_cache_memory_bytes": kv_bytes}, kv=kv)
     plan = await engine.start()
     return System(engine, plan, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), path)
 
@@ -191,6 +191,25 @@ async def test_a_swap_in_flight_splits_versions_exactly(system: System) -> None:
         worst_new = max(worst_new, float((logprobs[switch:] - stale).abs().max()))
     assert worst_old <= 1e-4
     assert worst_new <= 1e-4
+
+
+async def test_with_recompute_tokens_after_a_swap_are_those_of_the_new_weights_alone(random_model: Path) -> None:
+    """Case 42: nothing that the old weights computed is left, and requests go on where they were."""
+    system = await started(random_model, kv="recompute")
+    old_version = await system.publish()
+    prompts = system.prompts(24)
+    running = asyncio.ensure_future(system.generate(prompts, Sampling(80)))
+    await tokens(system.engine, 24 * 20)
+    old = system.train()
+    new_version = await system.publish()
+    for prompt, generation in zip(prompts, await running, strict=True):
+        switch = int((generation.versions_T == old_version.pack()).sum())
+        assert 0 < switch < 80
+        assert generation.versions_T.tolist() == [old_version.pack()] * switch + [new_version.pack()] * (80 - switch)
+        logprobs = torch.from_numpy(generation.logprobs_T)
+        assert (logprobs - reference(old, prompt, generation))[:switch].abs().max() <= 1e-4
+        assert (logprobs - reference(system.model, prompt, generation))[switch:].abs().max() <= 1e-4
+    await system.engine.close()
 
 
 async def test_after_a_swap_the_engine_holds_the_trainers_weights(system: System) -> None:
