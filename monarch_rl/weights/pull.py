@@ -14,7 +14,7 @@ from torch import Tensor
 from monarch_rl.types import Version
 from monarch_rl.weights import transport
 from monarch_rl.weights.board import Delta, Offer, Sealed
-from monarch_rl.weights.delta import apply_delta
+from monarch_rl.weights.delta import apply_delta, element_size
 from monarch_rl.weights.plan import LoadPlan, apply, layout, region_bytes
 from monarch_rl.weights.slots import SlotBuffers, as_bytes, checksum, checksums, delta_chunk, most_delta
 
@@ -173,8 +173,8 @@ class Puller:
             raise RejectedPull(f"bytes of a delta on version {deltas[0].base} do not match their checksum")
         self._holds = None  # unless all goes well
         start = time.perf_counter()
-        for each, blocks, region in zip(arrived, self._layouts, self._regions, strict=True):
-            apply_delta(self._plan, blocks, each.numpy(), region)
+        for each, region in zip(arrived, self._regions, strict=True):
+            apply_delta(each.numpy(), region, element_size(self._plan))
         self._apply_s = (time.perf_counter() - start) / max(1, sum(map(len, arrived)))
         self.deltas += 1
 

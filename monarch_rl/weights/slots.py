@@ -19,7 +19,7 @@ from torch import Tensor
 from monarch_rl.types import Version
 from monarch_rl.weights import transport
 from monarch_rl.weights.board import Board, Delta, Offer, Sealed
-from monarch_rl.weights.delta import encode
+from monarch_rl.weights.delta import element_size, encode
 from monarch_rl.weights.plan import Block, LoadPlan, layout, region_bytes, stage
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class SlotBuffers:
 
 def most_delta(region: int) -> int:
     """Bytes of the largest delta of a region of so many bytes; a larger one would save too little."""
-    return region // 2
+    return max(64, region // 2)
 
 
 def delta_chunk(region: int) -> int:
@@ -190,7 +190,7 @@ class Ring:
         base, memory = self._sealed.get(number - 1), self._deltas[slot]
         if base is None or not len(memory):
             return None
-        found = encode(self._plan, self._blocks, self._regions[base.slot], self._regions[slot], len(memory))
+        found = encode(self._regions[base.slot], self._regions[slot], element_size(self._plan), len(memory))
         if found is None:
             return None
         memory[: len(found)] = torch.from_numpy(found)
