@@ -67,6 +67,9 @@ class Stager(Actor):
         chance, lost = random.Random(0), 0
         timed: dict[str, Callable[[], object]] = {"publish": self._publish, "bare": self._copy, "memcpy": self._memcpy}
         seconds: dict[str, list[float]] = {name: [] for name in timed}
+        for warm_up in (self._publish, self._publish, self._publish, self._copy, self._memcpy):
+            warm_up()
+            self._sealed()
         for _ in range(rounds):
             for name in chance.sample(list(timed), len(timed)):
                 self._publish()

@@ -102,7 +102,7 @@ async def blocked(stager: Any, readers: Sequence[Any], count: int, stopped: int 
 def stall_line(seconds: dict[str, list[float]], blocking: list[float]) -> tuple[str, ...]:
     milliseconds = {name: [1e3 * s for s in taken] for name, taken in seconds.items()}
     waits = "for ever" if float("inf") in blocking else spread([1e3 * s for s in blocking], 1)
-    ratio = median(seconds["publish"]) / median(seconds["bare"])
+    ratio = median(publish / bare for publish, bare in zip(seconds["publish"], seconds["bare"], strict=True))
     return (*[spread(milliseconds[name], 1) for name in ("publish", "bare")], f"{ratio:.2f}", spread(milliseconds["memcpy"], 1), waits)
 
 

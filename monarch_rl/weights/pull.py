@@ -201,38 +201,51 @@ class Reader:
         self._name, self._publishers, self._puller = name, publishers, puller
         self._known = -1  # number of the newest publish that was heard of
         self._late = 0
+        self._pull_s = 0.0
         self.too_slow = 0
         """Times that `TOO_OFTEN` pulls in a row were rejected."""
 
     async def newer(self, held: Version | None) -> Target:
         """The newest version above `held` that every trainer rank has sealed. Parks at the publishers until there is one."""
-        kept = await self._keep() if self._late >= TOO_OFTEN else None
-        target, least = None, kept
+        target, least = None, 0
+        if self._late >= TOO_OFTEN and (kept := await self._keep()) is not None:
+            target = await self._wait_for(kept, held)
         while target is None or (held is not None and target.version <= held):
-            offers = await self._offers(held, least, releases=kept is None)
-            self._known = least = max(offer.newest for offer in offers)
-            target = common(offers, kept)
-            if target is None and kept is not None:  # not there any more
-                target, kept = common(offers), None
+            offers = await self._offers(held, least)
+            least = self._known
+            target = common(offers)
         return target
 
     async def pull(self, target: Target) -> None:
         """Raises RejectedPull, see `Puller.pull`."""
+        start = time.monotonic()
         try:
             await self._puller.pull(target)
         except RejectedPull:
             self._late += 1
             self.too_slow += self._late == TOO_OFTEN
             raise
+        finally:
+            self._pull_s = time.monotonic() - start
         self._late = 0
 
-    async def _offers(self, held: Version | None, least: int | None, *, releases: bool) -> list[Offer]:
+    async def _offers(self, held: Version | None, least: int, *, releases: bool = True) -> list[Offer]:
         ranks = range(self._puller.ranks)
-        asked = [self._publishers.slice(rank=rank).next.call_one(self._name, held, least or 0, releases).as_asyncio() for rank in ranks]
+        asked = [self._publishers.slice(rank=rank).next.call_one(self._name, held, least, releases).as_asyncio() for rank in ranks]
         offers: list[Offer | None] = await asyncio.gather(*asked)
         if None in offers:
             raise RuntimeError(f"two readers of the weights call themselves {self._name}")
-        return cast(list[Offer], offers)
+        known = cast(list[Offer], offers)
+        self._known = max(offer.newest for offer in known)
+        return known
+
+    async def _wait_for(self, number: int, held: Version | None) -> Target | None:
+        """A publish that is kept for this reader, unless it takes long to come: then nobody is too slow for what there is."""
+        try:
+            async with asyncio.timeout(max(1.0, 4 * self._pull_s)):
+                return common(await self._offers(held, number, releases=False), number)
+        except TimeoutError:
+            return None
 
     async def _keep(self) -> int | None:
         """Have all ranks keep a publish that is to come; its number. None: they do that for another reader, or go too fast."""

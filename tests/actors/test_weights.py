@@ -128,6 +128,12 @@ async def test_the_hostile_writer_tears_what_a_reader_without_checks_takes(tmp_p
     assert sum(torn for _, torn, *_ in await hostile(tmp_path, 400, trusting=True)) > 0
 
 
+async def publish_until(system: System, done: Any) -> None:
+    waited = asyncio.ensure_future(done.as_asyncio())
+    while not waited.done():
+        await system.writer.publish.call()
+
+
 async def test_a_reader_that_is_always_too_slow_is_named_and_has_a_version_kept(tmp_path: Path) -> None:
     """While it reads, as many versions come as there are slots; another reader has every version meanwhile."""
     async with started(tmp_path) as system:
@@ -140,6 +146,9 @@ async def test_a_reader_that_is_always_too_slow_is_named_and_has_a_version_kept(
             assert await fast.pull.call_one() == step
             step += 1
         accepted, too_slow, whole = pulling.result()
+        await publish_until(system, slow.pull_too_slowly.call_one(SLOTS, TOO_OFTEN))
+        last = await slow.pull.call_one()
+        assert last == await fast.pull.call_one(), "no version comes any more that could be kept for it"
     assert accepted == cycles * ([False] * TOO_OFTEN + [True])
     assert too_slow == cycles
     assert whole
