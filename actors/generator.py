@@ -87,6 +87,7 @@ class Generator(Actor):
 
         if self._plan.digest != plan_digest:
             raise RuntimeError(f"{self.name}: its engine cuts the weights differently from generator 0; all replicas must share one layout")
+        transport.demand(self._config.weights.transport, self.name)
         await transport.warm_up()
         puller = Puller(self._plan, slots, encoding=self._config.weights.encoding)
         self._following = asyncio.create_task(self._follow(Reader(self.name, publishers, puller), puller), name="follow")

@@ -79,6 +79,13 @@ class Trainer(Actor):
         self._learner.config.lr = lr
 
     @endpoint
+    def transport(self) -> str:
+        """What readers' pulls go over. Raises UserError when it is not what was asked for."""
+        from monarch_rl.weights import transport
+
+        return transport.demand(self._config.weights.transport, f"trainer {self._rank}")
+
+    @endpoint
     def open_ring(self, plan: LoadPlan) -> list[SlotBuffers]:
         """Register the staging slots that a generator's load plan asks for; handles of this rank's ring."""
         from monarch_rl.weights.slots import Ring

@@ -17,9 +17,11 @@ import torch
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 from torch import Tensor
 
+from benchmarks.common import Row, median
 from benchmarks.engines import ReadyGenerator, _tensors
 from monarch_rl.types import Version
 from monarch_rl.weights.board import BOARD
+from monarch_rl.weights.delta import apply_delta, element_size, encode
 from monarch_rl.weights.plan import LoadPlan, Piece, apply, layout, region_bytes, stage
 from monarch_rl.weights.pull import Puller, Reader, RejectedPull
 from monarch_rl.weights.slots import Ring, SlotBuffers
@@ -261,3 +263,23 @@ def bytes_of(plan: LoadPlan, ranks: Iterable[int]) -> dict[int, tuple[int, int]]
         world: (sum(block.nbytes for blocks in of for block in blocks), sum(region_bytes(blocks) for blocks in of))
         for world, of in layouts.items()
     }
+
+
+def delta_cost(plan: LoadPlan, share: float, times: int) -> Row:
+    """Bytes of an image and of the delta when a share of its elements changed, and median seconds to find and to apply it."""
+    size, nbytes = element_size(plan), region_bytes(layout(plan, 0, 1))
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randint(0, 1 << 15, (nbytes // 2,), generator=generator, dtype=torch.int16)
+    new = torch.where(torch.rand(len(old), generator=generator) < share, old + 1, old)
+    seconds: dict[str, list[float]] = {"encode_s": [], "apply_s": []}
+    for _ in range(times):
+        start = time.perf_counter()
+        found = encode(old.view(torch.uint8), new.view(torch.uint8), size, nbytes)
+        encoded = time.perf_counter()
+        assert found is not None
+        arrived = old.clone().view(torch.uint8)
+        copied = time.perf_counter()
+        apply_delta(found, arrived, size)
+        for name, taken in zip(seconds, (encoded - start, time.perf_counter() - copied), strict=True):
+            seconds[name].append(taken)
+    return {"full": nbytes, "delta": len(found), **{name: median(taken) for name, taken in seconds.items()}}

@@ -67,6 +67,7 @@ class GeneratorFigures:
             "sync/pull_s": max(r.pull_s for r in live),
             "sync/pause_s": max(r.pause_s for r in live),
             "sync/rejected": float(sum(r.rejected for r in reports)),
+            "sync/pulled_bytes": float(max((r.bytes_per_pull for r in live), default=0)),
             "sync/deltas": float(sum(r.deltas for r in reports)),
             "sync/too_slow": float(sum(r.too_slow for r in reports)),
             "sync/tokens_during_pulls": float(sum(r.tokens_during_pulls for r in reports)),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from monarch_rl.config import UserError
 from monarch_rl.observe.quiet import silent_stderr
 
 if TYPE_CHECKING:
@@ -40,6 +41,26 @@ async def warm_up() -> None:
     _without_fallback_warning()
     with silent_stderr():
         await RDMABuffer(torch.zeros(1, dtype=torch.uint8)).drop()
+
+
+def backend() -> str:
+    """What reads go over from here: `ibverbs`, or `tcp` where there is none."""
+    from monarch.rdma import get_rdma_backend
+
+    with silent_stderr():
+        return get_rdma_backend()
+
+
+def demand(asked: str, who: str) -> str:
+    """The backend of this process, which is the one that was asked for.
+
+    Raises:
+        UserError: `weights.transport` asks for one that cannot be had.
+    """
+    found = backend()
+    if asked not in ("auto", found):
+        raise UserError(f"weights.transport={asked}: {who} has only {found}")
+    return found
 
 
 def _without_fallback_warning() -> None:
