@@ -1,7 +1,8 @@
 """What changed between two images of a region, without loss: where, as gaps between positions, and the new values.
 
-An encoded delta: three int64 (changed elements, bytes of their gaps, bytes of one number of a gap), the gaps, the values.
-A gap is written in numbers of 8 or 16 bits, whichever take less: as often the largest number as it goes into the gap, then the rest.
+An encoded delta holds for each `AT_ONCE` bytes of the region: three int64 (changed elements, bytes of their gaps, bytes of one number
+of a gap), the gaps, the values. A gap is written in numbers of 8 or 16 bits, whichever take less: as often the largest number as it
+goes into the gap, then the rest.
 """
 
 from __future__ import annotations
@@ -16,7 +17,11 @@ from monarch_rl.weights.plan import LoadPlan
 HEAD = 24
 """Bytes."""
 
+AT_ONCE = 4 << 20
+"""Bytes of a region; what is needed on the way then stays in the processor's cache."""
+
 Bytes = NDArray[np.uint8]
+Elements = NDArray[np.unsignedinteger]
 
 
 def element_size(plan: LoadPlan) -> int:
@@ -28,32 +33,35 @@ def encode(old: Tensor, new: Tensor, size: int, most: int) -> Bytes | None:
     """What turns the region `old` into `new`; None where that takes more than `most` bytes.
 
     Args:
-        old: uint8, a multiple of 8 long, like `new`.
+        old: uint8, a multiple of `size` long, like `new`.
         size: bytes of an element. Elements are compared as integers: -0.0 differs from 0.0, a NaN is equal to itself.
     """
-    differ = _elements(old, 8) != _elements(new, 8)  # eight bytes at a time, which is quicker than to look at each element
-    words = torch.nonzero(torch.from_numpy(differ))
-    if len(words) * size > most:
-        return None
-    candidates = (words * (8 // size) + torch.arange(8 // size)).view(-1).numpy()
-    before, after = _elements(old, size)[candidates], _elements(new, size)[candidates]
-    changed = before != after
-    gaps, width = _code(candidates[changed])
-    values = after[changed].view(np.uint8)
-    delta = np.concatenate([np.array([changed.sum(), len(gaps), width], np.int64).view(np.uint8), gaps, values])
-    return delta if len(delta) <= most else None
+    parts: list[Bytes] = []
+    nbytes = 0
+    for at in range(0, len(old), AT_ONCE):
+        parts += _encode(_elements(old[at : at + AT_ONCE], size), _elements(new[at : at + AT_ONCE], size))
+        nbytes += sum(map(len, parts[-3:]))
+        if nbytes > most:
+            return None
+    return np.concatenate([np.empty(0, np.uint8), *parts])
 
 
 def apply_delta(delta: Bytes, region: Tensor, size: int) -> None:
     """Turn `region` from the image that the delta is based on into the one that it leads to."""
-    count, coded, width = np.frombuffer(delta[:HEAD].tobytes(), np.int64).tolist()
-    positions = _decode(delta[HEAD : HEAD + coded], width)
-    start = HEAD + coded
-    elements = _elements(region, size)
-    elements[positions] = np.frombuffer(delta[start : start + count * size].tobytes(), elements.dtype)
+    for start in range(0, len(region), AT_ONCE):
+        count, coded, width = np.frombuffer(delta[:HEAD].tobytes(), np.int64).tolist()
+        gaps, values, delta = np.split(delta, [HEAD + coded, HEAD + coded + count * size])
+        elements = _elements(region[start : start + AT_ONCE], size)
+        elements[_decode(gaps[HEAD:], width)] = np.frombuffer(values.tobytes(), elements.dtype)
 
 
-def _elements(region: Tensor, size: int) -> NDArray[np.unsignedinteger]:
+def _encode(old: Elements, new: Elements) -> tuple[Bytes, Bytes, Bytes]:
+    positions = np.flatnonzero(old != new)
+    gaps, width = _code(positions)
+    return np.array([len(positions), len(gaps), width], np.int64).view(np.uint8), gaps, new[positions].view(np.uint8)
+
+
+def _elements(region: Tensor, size: int) -> Elements:
     return region.numpy().view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[size])
 
 
@@ -66,9 +74,11 @@ def _code(positions: NDArray[np.int64]) -> tuple[Bytes, int]:
 
 def _in_numbers(gaps: NDArray[np.int64], unsigned: type[np.unsignedinteger]) -> tuple[Bytes, int]:
     largest = np.iinfo(unsigned).max
-    ends = np.cumsum(gaps // largest + 1) - 1
-    numbers = np.full(ends[-1] + 1 if len(ends) else 0, largest, unsigned)
-    numbers[ends] = gaps % largest
+    more = np.zeros(len(gaps), np.int64)
+    long = gaps >= largest
+    more[long] = gaps[long] // largest
+    numbers = np.full(len(gaps) + more.sum(), largest, unsigned)
+    numbers[np.arange(len(gaps)) + np.cumsum(more)] = gaps - largest * more
     return numbers.view(np.uint8), numbers.itemsize
 
 
