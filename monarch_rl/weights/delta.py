@@ -43,7 +43,8 @@ def encode(old: Tensor, new: Tensor, size: int, most: int) -> Bytes | None:
         nbytes += sum(map(len, parts[-3:]))
         if nbytes > most:
             return None
-    return np.concatenate([np.empty(0, np.uint8), *parts])
+    encoded: Bytes = np.concatenate([np.empty(0, np.uint8), *parts])
+    return encoded
 
 
 def apply_delta(delta: Bytes, region: Tensor, size: int) -> None:

@@ -27,6 +27,10 @@ MARGINS = 12
 """A version to come is asked for 1, 2, 4 … publishes ahead, until every rank hears of it in time."""
 
 
+NOTHING = Version(-1, 0)
+"""Of staging memory: it is an image of no version."""
+
+
 class RejectedPull(Exception):
     """What was read is not one whole version; the live weights are untouched."""
 
@@ -101,7 +105,7 @@ class Puller:
         slots = [ring[sealed.slot] for ring, sealed in zip(self._slots, target.sealed, strict=True)]
         deltas = self._usable(target.sealed)
         if deltas is None:
-            self._holds = None
+            self._holds = NOTHING
             memory, data = self._regions, [(slot.data, transport.cut(size)) for slot, size in zip(slots, self._sizes, strict=True)]
         else:
             memory, data = self._delta_memory, [self._pieces(*each) for each in zip(slots, deltas, self._sizes, strict=True)]
@@ -136,11 +140,11 @@ class Puller:
         self._regions = [torch.zeros(size, dtype=torch.uint8) for size in self._sizes]
         self._seals = [torch.zeros(1 + len(blocks), dtype=torch.int64) for blocks in self._layouts]
         self._delta_memory = [torch.zeros(most_delta(size) if self._encoding != "full" else 0, dtype=torch.uint8) for size in self._sizes]
-        self._holds: Version | None = None  # what the regions are an image of
+        self._holds = NOTHING
 
     def _usable(self, sealed: Sequence[Sealed]) -> list[Delta] | None:
         """The deltas of all ranks, where all lead on from what the staging memory holds, and are worth it."""
-        deltas = [each.delta for each in sealed if each.delta is not None and each.delta.base == self._holds]
+        deltas = [delta for delta in (each.delta for each in sealed) if delta is not None and delta.base == self._holds]
         if self._encoding == "full" or len(deltas) < self.ranks:
             return None
         nbytes = sum(delta.nbytes for delta in deltas)
@@ -171,7 +175,7 @@ class Puller:
         arrived = [memory[: delta.nbytes] for memory, delta in zip(self._delta_memory, deltas, strict=True)]
         if [checksum(each) for each in arrived] != [delta.checksum for delta in deltas]:
             raise RejectedPull(f"bytes of a delta on version {deltas[0].base} do not match their checksum")
-        self._holds = None  # unless all goes well
+        self._holds = NOTHING  # unless all goes well
         start = time.perf_counter()
         for each, region in zip(arrived, self._regions, strict=True):
             apply_delta(each.numpy(), region, element_size(self._plan))
