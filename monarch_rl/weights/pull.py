@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 TOO_OFTEN = 3
 """After so many rejected pulls in a row a reader has the trainers keep a version for it."""
+PATIENCE_S = 1.0
+"""Or four times as long as the last pull, if that is more, a version is waited for that is to be kept."""
 MARGINS = 12
 """A version to come is asked for 1, 2, 4 … publishes ahead, until every rank hears of it in time."""
 
@@ -246,7 +248,7 @@ class Reader:
     async def _wait_for(self, number: int, held: Version | None) -> Target | None:
         """A publish that is kept for this reader, unless it takes long to come: then nobody is too slow for what there is."""
         try:
-            async with asyncio.timeout(max(1.0, 4 * self._pull_s)):
+            async with asyncio.timeout(max(PATIENCE_S, 4 * self._pull_s)):
                 return common(await self._offers(held, number, releases=False), number)
         except TimeoutError:
             return None

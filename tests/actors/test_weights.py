@@ -146,7 +146,7 @@ async def test_a_reader_that_is_always_too_slow_is_named_and_has_a_version_kept(
             assert await fast.pull.call_one() == step
             step += 1
         accepted, too_slow, whole = pulling.result()
-        await publish_until(system, slow.pull_too_slowly.call_one(SLOTS, TOO_OFTEN))
+        await publish_until(system, slow.pull_too_slowly.call_one(SLOTS, TOO_OFTEN, 0.5))
         last = await slow.pull.call_one()
         assert last == await fast.pull.call_one(), "no version comes any more that could be kept for it"
     assert accepted == cycles * ([False] * TOO_OFTEN + [True])

@@ -20,7 +20,7 @@ from monarch.actor import Actor, current_rank, current_size, endpoint
 from torch import Tensor
 
 from monarch_rl.types import Version
-from monarch_rl.weights import transport
+from monarch_rl.weights import pull, transport
 from monarch_rl.weights.board import BOARD
 from monarch_rl.weights.plan import LoadPlan, shard_rows
 from monarch_rl.weights.pull import Puller, Reader, RejectedPull, Target
@@ -132,6 +132,7 @@ class Follower(Actor):
     async def pull_slowed(self, times: int, seed: int) -> tuple[int, int, int, list[float]]:
         """(accepted, of them torn, times that a version was kept, memory in MB after every tenth of the pulls)."""
         chance = random.Random(seed)
+        pull.PATIENCE_S = 60.0
         transport.read = slowed(transport.read, chance)  # type: ignore[assignment]
         accepted, torn, memory = 0, 0, []
         for number in range(times):
@@ -144,9 +145,10 @@ class Follower(Actor):
         return accepted, torn, self._reader.too_slow, memory
 
     @endpoint
-    async def pull_too_slowly(self, slots: int, times: int) -> tuple[list[bool], int, bool]:
+    async def pull_too_slowly(self, slots: int, times: int, patience_s: float = 60.0) -> tuple[list[bool], int, bool]:
         """Read the data so slowly that `slots` more versions come meanwhile. (Accepted?, times it was too slow, all whole?)"""
         accepted, whole = [], True
+        pull.PATIENCE_S = patience_s
         for _ in range(times):
             target = await self._reader.newer(self._held)
             transport.read = waits_for(self._publishers, target.number + slots, read := transport.read)  # type: ignore[assignment]
