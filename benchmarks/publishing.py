@@ -64,11 +64,11 @@ class Stager(Actor):
 
     @endpoint
     def stalls(self, rounds: int, gap_s: float) -> tuple[dict[str, list[float]], int]:
-        """Seconds of a publish, of a bare loop of the same copies and of a memcpy, each some time after another publish. And how many
-        publishes were lost."""
+        """Seconds of a publish, of a bare loop of the same copies and of a memcpy, each some time after another publish, by the clock and
+        (`… cpu`) of this thread. And how many publishes were lost."""
         chance, lost = random.Random(0), 0
         timed: dict[str, Callable[[], object]] = {"publish": self._publish, "bare": self._copy, "memcpy": self._memcpy}
-        seconds: dict[str, list[float]] = {name: [] for name in timed}
+        seconds: dict[str, list[float]] = {f"{name}{kind}": [] for name in timed for kind in ("", " cpu")}
         for warm_up in (self._publish, self._publish, self._publish, self._copy, self._memcpy):
             warm_up()
             self._sealed()
@@ -77,9 +77,10 @@ class Stager(Actor):
                 self._publish()
                 lost += not self._sealed()
                 time.sleep(chance.random() * gap_s)
-                start = time.perf_counter()
+                start, cpu = time.perf_counter(), time.thread_time()
                 timed[name]()
                 seconds[name].append(time.perf_counter() - start)
+                seconds[f"{name} cpu"].append(time.thread_time() - cpu)
                 lost += not self._sealed()
         return seconds, lost
 

@@ -45,7 +45,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the benchmark (all)")
     parser.add_argument("--mb", type=int, default=64, help="of the staged model (64)")
-    parser.add_argument("--rounds", type=int, default=20, help="timed publishes of each kind (20)")
+    parser.add_argument("--rounds", type=int, default=40, help="timed publishes of each kind (40)")
     parser.add_argument("--turns", type=int, default=8, help="turns of generation with and without publishes (8)")
     parser.add_argument("--publish-s", type=float, default=2.0, help="between two publishes while tokens are counted (2, about a step)")
     asyncio.run(measure(parser.parse_args()))
@@ -74,20 +74,21 @@ def model_of(mb: int) -> LoadPlan:
 async def stall(config: Config, plan: LoadPlan, options: Namespace) -> tuple[str, Row]:
     async with system(config, plan, max(READERS)) as (stager, readers, _):
         rows, result, following = [], {}, 0
+        await asyncio.gather(*[reader.pid.call_one() for reader in readers])  # they have started
         for wanted in (*READERS, STOPPED):
             count = wanted if isinstance(wanted, int) else max(READERS)
             await asyncio.gather(*[reader.follow.call_one() for reader in readers[following:count]])
             following = count
             stopped = await readers[-1].pid.call_one() if wanted == STOPPED else None
             signal_to(stopped, signal.SIGSTOP)
-            seconds, lost = await stager.stalls.call_one(options.rounds, 0.1)
+            seconds, lost = await stager.stalls.call_one(options.rounds, 0.05)
             signal_to(stopped, signal.SIGCONT)
             if lost:
                 raise RuntimeError(f"{lost} publishes were lost: the side thread is slower than the trainer publishes")
-            blocking = await blocked(stager, readers, count, stopped, options.rounds // 4)
+            blocking = await blocked(stager, readers, count, stopped, max(2, options.rounds // 8))
             rows.append((wanted, *stall_line(seconds, blocking)))
             result[str(wanted)] = {**seconds, "blocking": blocking}
-    header = ("readers", "publish, ms", "same copies, ms", "ratio", "memcpy, ms", "publish that waits for all pulls, ms")
+    header = ("readers", "publish, ms", "same copies, ms", "ratio", "of CPU time", "memcpy, ms", "publish that waits for all pulls, ms")
     return f"Stall of the trainer, {result_mb(plan):.0f} MB\n\n{table(header, rows)}", result
 
 
@@ -105,8 +106,9 @@ async def blocked(stager: Any, readers: Sequence[Any], count: int, stopped: int 
 def stall_line(seconds: dict[str, list[float]], blocking: list[float]) -> tuple[str, ...]:
     milliseconds = {name: [1e3 * s for s in taken] for name, taken in seconds.items()}
     waits = "for ever" if float("inf") in blocking else spread([1e3 * s for s in blocking], 1)
-    ratio = median(publish / bare for publish, bare in zip(seconds["publish"], seconds["bare"], strict=True))
-    return (*[spread(milliseconds[name], 1) for name in ("publish", "bare")], f"{ratio:.2f}", spread(milliseconds["memcpy"], 1), waits)
+    ratios = [median(p / b for p, b in zip(seconds[f"publish{kind}"], seconds[f"bare{kind}"], strict=True)) for kind in ("", " cpu")]
+    shown = [spread(milliseconds[name], 1) for name in ("publish", "bare")]
+    return (*shown, *[f"{ratio:.2f}" for ratio in ratios], spread(milliseconds["memcpy"], 1), waits)
 
 
 def signal_to(pid: int | None, number: signal.Signals) -> None:
