@@ -22,7 +22,7 @@ from monarch_rl.weights.plan import LoadPlan, Piece
 from monarch_rl.weights.pull import TOO_OFTEN, Target
 from tests.actors.weight_actors import Follower, Writer
 
-ROWS, COLUMNS = 515, 1024  # 2 MB, in nine registered pieces of which the last is short
+ROWS, COLUMNS = 131, 1024  # 0.5 MB, in nine registered pieces of which the last is short
 SLOTS = 3
 
 
@@ -111,21 +111,23 @@ def check_hostile(seen: list[tuple[int, int, int, list[float]]], pulls: int) -> 
         assert memory[-1] - memory[1] < 64
 
 
+@pytest.mark.timeout(300)
 async def test_no_mixture_passes_under_a_hostile_writer(tmp_path: Path) -> None:
     """Case 38: every accepted version is one version at every element, while most of what is read is written over meanwhile."""
-    check_hostile(await hostile(tmp_path, 400), 400)
+    check_hostile(await hostile(tmp_path, 200), 200)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 async def test_ten_thousand_pulls_under_a_hostile_writer(tmp_path: Path) -> None:
     """Case 38, and memory stays as it is."""
     check_hostile(await hostile(tmp_path, 10_000), 10_000)
 
 
+@pytest.mark.timeout(300)
 async def test_the_hostile_writer_tears_what_a_reader_without_checks_takes(tmp_path: Path) -> None:
     """Case 38: with neither header nor checksum the same readers accept mixtures."""
-    assert sum(torn for _, torn, *_ in await hostile(tmp_path, 400, trusting=True)) > 0
+    assert sum(torn for _, torn, *_ in await hostile(tmp_path, 200, trusting=True)) > 0
 
 
 async def publish_until(system: System, done: Any) -> None:
@@ -161,7 +163,7 @@ async def test_memory_is_flat_over_a_thousand_publishes(tmp_path: Path) -> None:
         for _ in range(20):
             memory.append(max((await system.writer.publish.call(50)).values()))
             await reader.pull.call_one()
-        assert memory[-1] - memory[1] < 32, "a slot a publish would be 1000 MB"
+        assert memory[-1] - memory[1] < 32, "a slot a publish would be 250 MB"
 
 
 async def test_readers_that_are_killed_in_mid_pull_trouble_nobody(tmp_path: Path, deaths_are_meant: None) -> None:

@@ -26,7 +26,7 @@ from monarch_rl.weights.plan import LoadPlan, shard_rows
 from monarch_rl.weights.pull import Puller, Reader, RejectedPull, Target
 from monarch_rl.weights.slots import Ring, SlotBuffers
 
-SMALL_CHUNKS = 256 << 10
+SMALL_CHUNKS = 64 << 10
 """Bytes of a registered piece here, so that small weights come in several."""
 
 
