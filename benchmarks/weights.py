@@ -59,7 +59,6 @@ async def measure(options: Namespace) -> None:
     for part in options.parts:
         text, results[part] = await parts[part](config, plan, options)
         texts.append(text)
-        print(text, flush=True)
     report(options.out, "\n\n".join(texts), results)
 
 
