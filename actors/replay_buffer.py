@@ -20,7 +20,8 @@ from monarch.actor import Actor, endpoint
 
 from monarch_rl.config import Config
 from monarch_rl.groups import check_ages, describe, figures, judge, make_shards
-from monarch_rl.ledger import AgeError, Holdings, Ledger, Lost, Progress
+from monarch_rl.ledger import AgeError, Ledger
+from monarch_rl.lives import Holdings, Lost, Progress
 from monarch_rl.observe import timeline
 from monarch_rl.observe.rollouts import RolloutsFile
 from monarch_rl.observe.seldom import Seldom

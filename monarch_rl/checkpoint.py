@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.config import UserError
-from monarch_rl.ledger import Progress
+from monarch_rl.lives import Progress
 
 if TYPE_CHECKING:
     from monarch_rl.learner import Learner

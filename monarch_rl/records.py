@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.config import Config
-from monarch_rl.ledger import Holdings
+from monarch_rl.lives import Holdings
 from monarch_rl.observe import console
 from monarch_rl.observe.live import make_console
 from monarch_rl.observe.metrics import GeneratorFigures, GeneratorReport, MetricsFile

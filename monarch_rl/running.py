@@ -12,7 +12,7 @@ from monarch_rl import checkpoint
 from monarch_rl.clocks import clock_offsets
 from monarch_rl.config import Config
 from monarch_rl.evaluation import Evaluated, evaluate
-from monarch_rl.ledger import Progress
+from monarch_rl.lives import Progress
 from monarch_rl.meshes import START_DEADLINE_S, ActorDied, Meshes
 from monarch_rl.observe.metrics import trainer_figures
 from monarch_rl.records import Records

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from monarch_rl.config import Config, label
-from monarch_rl.ledger import Holdings
+from monarch_rl.lives import Holdings
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.types import Episode, Generation, Group, Message, Version
 

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from monarch_rl import checkpoint
 from monarch_rl.config import TrainerConfig, UserError
 from monarch_rl.learner import Learner
-from monarch_rl.ledger import Ledger, Progress
+from monarch_rl.ledger import Ledger
+from monarch_rl.lives import Progress
 from monarch_rl.models import local_shards
 from tests.batches import episode, sampled_by, shards, small_model
 
