@@ -93,11 +93,13 @@ class Trainer(Actor):
 
     @endpoint
     def step(self, step: int) -> tuple[dict[str, float], list[timeline.Record]]:
-        """Take this rank's shard of batch `step`, do one optimizer step, stage the result when it is due."""
+        """Take this rank's shard of batch `step`, do one optimizer step, stage the result when it is due. No figures: no data left."""
         started = time.perf_counter()
         with timeline.span("wait"):
             reply = self._buffer.take.call_one(step, self._rank)
             shard = answer_blocking(reply, f"replay buffer (batch of step {step})", take_deadline(self._config))
+        if shard is None:
+            return {}, timeline.drain()
         ready = time.perf_counter()
         with timeline.span("train"):
             stats = self._learner.step(shard, before_update=self._ring.wait_copied)

@@ -78,6 +78,8 @@ class BufferConfig:
     """ordinals from the unfinished head that may be taken out of order; 1 is strictly in order"""
     dead_groups: Literal["replace", "keep"] = "replace"
     """groups whose rewards are all equal: replaced by others, or counted as part of the batch"""
+    tail: Literal["train", "drop", "error"] = "train"
+    """what becomes of the last groups of the last epoch where they are fewer than a step takes: a smaller step, dropped, or an error"""
     max_dead_steps: int = 4
     """the run ends with an error after this many steps' worth of groups in a row without a trainable one"""
 
@@ -157,7 +159,9 @@ class Config:
     seed: int = 0
     """of prompts and sampling"""
     steps: int = 50
-    """optimizer steps"""
+    """optimizer steps, at most"""
+    epochs: int = 0
+    """the run ends when each prompt of the task was trained or dropped so many times; 0: prompts go on as long as the steps do"""
     output_dir: str = "runs/${recipe}"
     """where everything of this run goes"""
     resume: str = "none"
@@ -272,6 +276,7 @@ def _field_help() -> dict[tuple[str, str], str]:
 
 LEAST = {
     "seed": 0,
+    "epochs": 0,
     "buffer.max_age": 0,
     "trainer.warmup_steps": 0,
     "weights.slots": 2,

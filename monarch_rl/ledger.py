@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Any, Literal
@@ -119,9 +119,14 @@ class Ledger:
         entry = self._live.get(ordinal)
         return self.ended.get(ordinal) if entry is None else entry.life(ordinal)
 
-    def lives(self) -> Iterator[Life]:
-        """Every prompt that was started, in order."""
-        return (life for ordinal in range(self.started) if (life := self.life(ordinal)) is not None)
+    def pending(self) -> list[int]:
+        """Prompts that wait for another attempt, in the order of their leases."""
+        return sorted(ordinal for ordinal in self._returned if self._is(ordinal, "pending"))
+
+    def newest(self, states: Sequence[State], last: int) -> list[Life]:
+        """The last prompts that are in any of these states, in order."""
+        live = [entry.life(ordinal) for ordinal, entry in self._live.items() if entry.state in states]
+        return sorted(live + self.ended.newest(states, last))[-last:] if last > 0 else []
 
     def age_bound(self, ordinal: int) -> int:
         """`max_age` as it was when this prompt was started; of prompts that are not trained yet."""
@@ -219,7 +224,7 @@ class Ledger:
         """
         if step != self.taken_steps + 1:
             raise ValueError(f"step {step} cannot be taken: the next one is {self.taken_steps + 1}")
-        if self._ready < self.prompts_per_step and not (self._all_started and not self._unfinished):
+        if self._ready < self.prompts_per_step and (self._unfinished or not self._all_started):
             return None
         ordinals = self._select()
         if len(ordinals) < self.prompts_per_step and self.tail != "train":
@@ -254,9 +259,9 @@ class Ledger:
             for o, e in sorted(self._live.items())
         ]
         words, columns = self.ended.arrays()
-        counters = {"started": self.started, "replaced": self._replaced, "vacant": self._vacant, "stale": self.stale}
-        counters |= {"step": self.trained_steps, "trained": self._count["trained"]}
-        return counters | {"dropped": dict(self.dropped), "live": live, "words": words, "columns": columns}
+        starts = {"started": self.started, "replaced": self._replaced, "vacant": self._vacant, "stale": self.stale}
+        ends = {"step": self.trained_steps, "trained": self._count["trained"], "dropped": dict(self.dropped)}
+        return starts | ends | {"live": live, "words": words, "columns": columns}
 
     def load_state_dict(self, state: Mapping[str, Any], keep_groups: bool = True) -> None:
         """Go on where another stood; for a new ledger. Without `keep_groups` finished ones are sampled again, and P, S, W may differ."""

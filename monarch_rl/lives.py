@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -142,6 +142,12 @@ class Ended:
         state, since = STATES[c["state"][ordinal]], c["since"][ordinal]
         claim = c["attempt"][ordinal], owner, reason, c["step"][ordinal], c["min_step"][ordinal]
         return Life(ordinal, state, since, *claim, c["oldest"][ordinal], c["newest"][ordinal])
+
+    def newest(self, states: Sequence[State], last: int) -> list[Life]:
+        """The last ones in any of these states, in order."""
+        wanted = [STATES.index(state) for state in states if state in ("trained", "dropped")]
+        found = np.flatnonzero(np.isin(np.array(self._columns["state"]), wanted))[-last:].tolist()
+        return [life for ordinal in found if (life := self.get(ordinal)) is not None]
 
     def __iter__(self) -> Iterator[Life]:
         return (life for ordinal in range(len(self)) if (life := self.get(ordinal)) is not None)

@@ -32,12 +32,12 @@ class System(Protocol):
         """Rollouts, pulls and records, for as long as the body runs; their failure ends the body."""
         ...
 
-    async def train_step(self, step: int) -> Mapping[str, float]:
-        """One optimizer step on the batch of `step`, when the system is not paused; stages the new weights."""
+    async def train_step(self, step: int) -> Mapping[str, float] | None:
+        """One optimizer step on the batch of `step`, when the system is not paused; stages the new weights. None: the data have ended."""
         ...
 
     def record(self, step: int, stats: Mapping[str, float]) -> None:
-        """Write the row of a step, without keeping the trainer waiting."""
+        """Write the row of a step, without keeping the trainer waiting. Of a step that has one: add to it."""
         ...
 
     def due(self, what: Literal["eval", "checkpoint"], step: int) -> bool: ...
@@ -67,6 +67,9 @@ async def train(system: System, until: int | None = None) -> None:
             system.record(0, {})
         for step in range(start.step + 1, last + 1):
             stats = await system.train_step(step)
+            if stats is None:  # each prompt was trained or dropped, as many times as was asked for
+                await _end(system, step - 1, start.step)
+                break
             if system.due("eval", step):
                 system.start_evaluation(step)
             if step == system.config.steps:
@@ -74,3 +77,12 @@ async def train(system: System, until: int | None = None) -> None:
             system.record(step, stats)
             if system.due("checkpoint", step):
                 await system.checkpoint()
+
+
+async def _end(system: System, step: int, start: int) -> None:
+    """The step that is done turns out to have been the last."""
+    await system.publish(Version(0, step))
+    if step > start:
+        system.start_evaluation(step)
+        await system.evaluations()
+        system.record(step, {})

@@ -14,7 +14,18 @@ from monarch_rl.configure import write
 from monarch_rl.observe import console
 
 RUN_FILES = {
-    *("config.yaml", "metrics.jsonl", "rollouts.jsonl", "report.html", "timeline.json", "error.log", "model", "checkpoints", "export"),
+    *(
+        "config.yaml",
+        "metrics.jsonl",
+        "rollouts.jsonl",
+        "ledger.jsonl",
+        "report.html",
+        "timeline.json",
+        "error.log",
+        "model",
+        "checkpoints",
+        "export",
+    ),
     *("job.sbatch", "console.log", "tensorboard", "wandb", "trackio", "trackers.json", "status.json", "workers"),
 }
 """What a run writes. A folder that holds anything else is not moved aside, nor filled."""

@@ -130,6 +130,8 @@ class Records:
     async def _write(self, step: int, stats: Mapping[str, float]) -> None:
         assert self._file is not None
         await self.collect()
+        if self.rows and self.rows[-1]["step"] == step:
+            return self._add(self.rows[-1])
         row: dict[str, Any] = {"step": step, "version": str(Version(0, step)), "wall_s": round(time.monotonic() - self._started, 3)}
         row |= {**stats, **self._figures.row(step, self.reports)}
         if step:
@@ -143,3 +145,13 @@ class Records:
         every = self._config.console.rollouts_every
         if every and step and step % every == 0:
             self.console.rollouts(await self._buffer.samples.call_one(console.SAMPLES))
+
+    def _add(self, row: dict[str, Any]) -> None:
+        """An evaluation that no further row will hold."""
+        assert self._file is not None
+        evaluated, self._evaluated = self._evaluated, {}
+        if evaluated:
+            row |= evaluated
+            self._file.rewrite(row)
+            self._trackers.row(row)
+            self.console.row(row)

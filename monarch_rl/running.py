@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from monarch_rl import checkpoint
+from monarch_rl import checkpoint, resume
 from monarch_rl.clocks import clock_offsets
 from monarch_rl.config import Config
 from monarch_rl.evaluation import Evaluated, evaluate
@@ -22,7 +22,7 @@ from monarch_rl.types import Version
 
 if TYPE_CHECKING:
     from actors.rollout import RolloutWorker
-    from monarch_rl.tasks import TaskSpec
+    from monarch_rl.tasks import Task, TaskSpec
 
 STOP_S = 1.0
 """For Monarch to take note, when all processes have ended."""
@@ -34,6 +34,9 @@ class Halted(Exception):
 
 class Running:
     """Starts the actors of a run and keeps them going. Satisfies `loop.System`; `Session` is this and what a user does with it."""
+
+    _task: Task
+    """Known when the configuration was looked at."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -48,7 +51,7 @@ class Running:
         self._turn = asyncio.Lock()  # held by a step, and by what must stand between two steps
         self._scaling = asyncio.Lock()
         self._keeper: asyncio.Task[None] | None = None
-        self._step_in_progress: asyncio.Task[Mapping[str, float]] | None = None
+        self._step_in_progress: asyncio.Task[Mapping[str, float] | None] | None = None
         self._unrecorded: tuple[int, Mapping[str, float]] | None = None
         self._training: asyncio.Task[Any] | None = None
         self._halted = False
@@ -79,7 +82,7 @@ class Running:
             plan = await self._replicas.started()
             rings = await answer(self._trainers.open_ring.call(plan), "trainers (staging slots)", START_DEADLINE_S)
             self._followed = self._publishers, list(rings.values()), plan.digest
-        elif version is not None:
+        elif version == self._published:
             return  # the loop asks for it whenever it begins
         async with self._turn:
             self._published = self.version
@@ -97,7 +100,7 @@ class Running:
         except BaseExceptionGroup as group:
             raise _first(group) from None
 
-    async def train_step(self, step: int) -> Mapping[str, float]:
+    async def train_step(self, step: int) -> Mapping[str, float] | None:
         await self._go.wait()
         self._step_in_progress = asyncio.create_task(self._step(step), name=f"step {step}")
         self._step_in_progress.add_done_callback(_heard)
@@ -109,7 +112,7 @@ class Running:
 
     def due(self, what: Literal["eval", "checkpoint"], step: int) -> bool:
         every = getattr(self.config, what).every
-        return (what == "eval" and step == self.config.steps) or bool(every and step % every == 0)
+        return bool(every and step % every == 0) or (step == self.config.steps and (what == "eval" or bool(every)))
 
     def start_evaluation(self, step: int) -> None:
         if self.config.eval.prompts:
@@ -120,13 +123,15 @@ class Running:
         self._evaluations.clear()
 
     async def checkpoint(self) -> Path:
-        """Write model, optimizer and progress to `checkpoints/step_N`, for `resume`. Stands between two steps."""
+        """Write model, optimizer, ledger and waiting groups to `checkpoints/step_N`, for `resume`. Stands between two steps."""
         async with self._turn:
             folder = checkpoint.folder_of(self.output_dir, self.version.step)
             unfinished = checkpoint.unfinished(folder)
+            snapshot = self._buffer.snapshot.call_one(self.version.step)
+            progress: Progress = await answer(snapshot, "replay buffer (snapshot)", 60.0)
             await answer(self._trainers.checkpoint.call(unfinished), "trainers (checkpoint)", START_DEADLINE_S)
-            await answer(self._buffer.trained.call_one(self.version.step), "replay buffer (trained)", 60.0)
-            progress: Progress = await answer(self._buffer.progress.call_one(), "replay buffer (progress)", 60.0)
+        await answer(self._buffer.save.call_one(unfinished), "replay buffer (checkpoint)", START_DEADLINE_S)
+        resume.write(unfinished, self.config, self._task)
         checkpoint.complete(folder, progress, self.config.checkpoint.keep)
         return folder
 
@@ -149,11 +154,12 @@ class Running:
     # --- start and end ----------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        found = checkpoint.to_resume(self.config.resume, self.output_dir)
-        progress = Progress(0, 0, {}) if found is None else checkpoint.read_progress(found)
+        found, resumed = resume.start(self.config, self._task)
+        for line in resumed.told:
+            self._records.console.say(f"resume: {line}")
         self._meshes.watch()
         await self._meshes.open()
-        self._spawn_actors(progress)
+        self._spawn_actors(found, resumed.keep_groups)
         from monarch.spmd import setup_torch_elastic_env_async
 
         await self._meshes.alive("trainer processes", setup_torch_elastic_env_async(self._meshes["trainer"]))
@@ -162,7 +168,7 @@ class Running:
         if found is not None:
             await self._meshes.alive("trainers (checkpoint)", self._trainers.restore.call(found).as_asyncio())
 
-    def _spawn_actors(self, progress: Progress) -> None:
+    def _spawn_actors(self, found: Path | None, keep_groups: bool) -> None:
         from actors.metrics import Metrics
         from actors.publisher import Publisher
         from actors.replay_buffer import ReplayBuffer
@@ -174,7 +180,7 @@ class Running:
         metrics = meshes["replay_buffer"].spawn("metrics", Metrics)
         self._replicas = Replicas(config, meshes, metrics)
         self._replicas.spawn(config.generator.replicas)
-        self._buffer = meshes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config, progress)
+        self._buffer = meshes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config, found, keep_groups)
         self._trainers = meshes["trainer"].spawn("trainer", Trainer, config, self._buffer)
         self._publishers = meshes["trainer"].spawn("publisher", Publisher)
         judged_by = config.task, config.task_args, config.seed, config.scorer.deadline_s
@@ -183,7 +189,7 @@ class Running:
         self._rollouts = meshes["rollout"].spawn(
             "rollout", RolloutWorker, config, self._buffer, self._replicas.live, self._scorers, metrics
         )
-        self._records.begin(progress.step, metrics, self._buffer)
+        self._records.begin(0 if found is None else checkpoint.read_progress(found).step, metrics, self._buffer)
 
     async def _shut(self, deadline_s: float) -> None:
         """Let actors put down what they hold. One that has died, hangs or computes for longer misses nothing but this."""
@@ -231,7 +237,7 @@ class Running:
         assert self._keeper is not None
         await asyncio.shield(self._keeper)
 
-    async def _step(self, step: int) -> Mapping[str, float]:
+    async def _step(self, step: int) -> Mapping[str, float] | None:
         async with self._turn:
             if self._halted:
                 raise Halted(f"stopped before step {step}")
@@ -241,6 +247,9 @@ class Running:
                 raise Halted(f"stopped before step {step}") if self._halted else error from None
             for rank, (_, spans) in enumerate(ranks):
                 self._records.spans(f"trainer {rank}", spans)
+            if not ranks[0][0]:
+                self.config.steps = step - 1
+                return None
             self._records.step = step
             if step % self.config.weights.every == 0 or step == self.config.steps:
                 self._published = self.version

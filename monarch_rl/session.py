@@ -54,8 +54,11 @@ class Session(Running):
                 f"another session is open in this process ({Session._open.output_dir}): close it first, `await session.close()`"
             )
         check_output_dir(self.config)
-        preflight.check(self.config)
+        _, self._task = preflight.check(self.config)
         make_output_dir(self.config)
+        if (steps := preflight.steps_of_data(self.config, self._task)) is not None:
+            self._records.console.say(f"{_count(steps, 'step')} in the data; steps={self.config.steps} at most")
+            self.config.steps = min(self.config.steps, steps)
         ranks, replicas = self.config.trainer.ranks, self.config.generator.replicas
         self._records.console.say(f"starting {_count(ranks, 'trainer rank')} and {_count(replicas, 'vLLM engine')}")
         Session._open = self

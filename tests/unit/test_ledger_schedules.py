@@ -116,7 +116,7 @@ def schedule(seed: int) -> None:
     assert max(world.overtaken.values(), default=0) <= W - 1
     trained = [ordinal for batch in world.batches for ordinal in batch]
     assert len(set(trained)) == len(trained) == ledger.counts.trained
-    ended = {life.ordinal: life for life in ledger.lives()}
+    ended = {ordinal: life for ordinal in range(ledger.started) if (life := ledger.life(ordinal)) is not None}
     assert set(ended) == set(range(ledger.started)) == set(world.fate) | {o for o, life in ended.items() if life.reason == "tail"}
     assert {life.state for life in ended.values()} <= {"trained", "dropped"}
     for ordinal in trained:
