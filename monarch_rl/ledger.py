@@ -255,7 +255,7 @@ class Ledger:
         A claim is no attempt any more, for the run is what failed; a group that was taken is scored again.
         """
         live = [
-            [o, e.state in ("scored", "taken"), e.attempt - (e.state == "leased"), e.min_step, e.max_age, e.oldest, e.newest]
+            [o, e.state in ("scored", "taken"), e.attempt - (e.state == "leased"), e.owner, e.min_step, e.max_age, e.oldest, e.newest]
             for o, e in sorted(self._live.items())
         ]
         words, columns = self.ended.arrays()
@@ -273,9 +273,9 @@ class Ledger:
         self._count["trained"] = state["trained"]
         if not keep_groups:
             self._replaced, self._vacant = self.started - self.trained_steps * self.prompts_per_step - len(state["live"]), 0
-        for at, (ordinal, scored, attempt, min_step, max_age, oldest, newest) in enumerate(state["live"]):
+        for at, (ordinal, scored, attempt, owner, min_step, max_age, oldest, newest) in enumerate(state["live"]):
             if keep_groups:
-                entry = Entry(min_step, max_age, attempt=attempt, oldest=oldest, newest=newest)
+                entry = Entry(min_step, max_age, attempt=attempt, owner=owner, oldest=oldest, newest=newest)
             else:
                 entry = Entry(self._first_step(self.trained_steps * self.prompts_per_step + at), self.max_age, attempt=attempt - scored)
             self._live[ordinal] = entry

@@ -154,4 +154,4 @@ class Records:
             row |= evaluated
             self._file.rewrite(row)
             self._trackers.row(row)
-            self.console.row(row)
+            self.console.row_again(row)

@@ -248,13 +248,18 @@ class Running:
             for rank, (_, spans) in enumerate(ranks):
                 self._records.spans(f"trainer {rank}", spans)
             if not ranks[0][0]:
-                self.config.steps = step - 1
+                self._set_steps(step - 1)
                 return None
             self._records.step = step
             if step % self.config.weights.every == 0 or step == self.config.steps:
                 self._published = self.version
             self._unrecorded = step, trainer_figures([figures for figures, _ in ranks])
             return self._unrecorded[1]
+
+    def _set_steps(self, steps: int) -> None:
+        """The data hold no more than so many."""
+        self.config.steps = steps
+        self._records.console.set_steps(steps)
 
     async def _evaluate(self, step: int) -> None:
         published = step if step == self.config.steps else step - step % self.config.weights.every

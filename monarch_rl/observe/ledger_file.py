@@ -19,6 +19,7 @@ class LedgerFile:
         kept = _up_to(path, after) if after and path.exists() else []
         self._file = path.open("w", encoding="utf-8")
         self._file.writelines(kept)
+        self._file.flush()
 
     def write(self, life: Life) -> None:
         row: dict[str, Any] = {"ordinal": life.ordinal, "state": life.state, "since": round(life.since, 3), "attempt": life.attempt}

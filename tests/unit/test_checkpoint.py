@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from dataclasses import fields, replace
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +22,7 @@ from monarch_rl.learner import Learner
 from monarch_rl.ledger import Ledger
 from monarch_rl.lives import Progress
 from monarch_rl.models import local_shards
+from monarch_rl.types import Group, Prompt, Version
 from tests.batches import episode, sampled_by, shards, small_model
 
 
@@ -85,14 +93,129 @@ def work(ledger: Ledger, steps: range, dead: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("max_age", [0, 2])
 def test_a_ledger_goes_on_where_another_stood(max_age: int) -> None:
-    """What was started and not trained is started again; no prompt is trained twice or left out."""
+    """What was finished is trained, what was started and not finished is started again; no prompt is trained twice or left out."""
     whole, first = Ledger(prompts_per_step=4, max_age=max_age, steps=6), Ledger(prompts_per_step=4, max_age=max_age, steps=6)
     expected = work(whole, range(1, 7), dead=5)
     begun = work(first, range(1, 4), dead=5)
-    progress = first.progress()
-    assert progress.step == 3
-    assert max(begun[-1]) < progress.next_ordinal <= first.started
-    second = Ledger(prompts_per_step=4, max_age=max_age, steps=6, after=progress)
+    assert first.progress() == Progress(3, first.progress().next_ordinal, dict(first.dropped))
+    second = Ledger(prompts_per_step=4, max_age=max_age, steps=6)
+    second.load_state_dict(first.state_dict())
+    assert second.counts.scored == first.counts.scored
     assert begun + work(second, range(4, 7), dead=5) == expected
     assert second.over
-    assert second.counts.trained == 24
+    assert second.counts == whole.counts
+    assert [second.life(o)._replace(since=0) for o in range(30)] == [whole.life(o)._replace(since=0) for o in range(30)]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("max_age", "window"), [(0, 1), (2, 1), (2, 5)])
+def test_what_was_finished_can_be_sampled_again_under_other_rules(max_age: int, window: int) -> None:
+    """P goes from 4 to 3: the same prompts are pending, each with the bound of the new rule, and none is handed out too early."""
+    first = Ledger(prompts_per_step=4, max_age=3)
+    work(first, range(1, 4), dead=5)
+    second = Ledger(prompts_per_step=3, max_age=max_age, window=window, steps=9)
+    second.load_state_dict(first.state_dict(), keep_groups=False)
+    waiting = second.counts.pending
+    assert waiting == first.counts.scored == 12
+    batches = work(second, range(4, 10), dead=5)
+    assert all(len(batch) == 3 for batch in batches)
+    trained = [ordinal for batch in batches for ordinal in batch]
+    assert len(set(trained)) == 18
+    assert min(trained) == first.progress().next_ordinal
+
+
+def groups() -> list[Group]:
+    draw = random.Random(0)
+    first = [episode(3, draw.randint(0, 5), draw, reward) for reward in (1.0, None, 0.1 + 0.2)]
+    first[1].error = "TypeError: kein Wert ☹"
+    first[0].logprobs_T[-1] = float("nan")
+    second = [episode(2, 4, draw, reward=float("nan"), version=Version(1, 7)) for _ in range(2)]
+    second[0].transcript, second[1].truncated, second[1].temperature = "⟨x⟩", True, 0.7
+    return [Group(Prompt(4, "1+1=", "2", "sums"), first), Group(Prompt(5, [{"role": "user", "content": "?"}], Fraction(1, 2)), second)]
+
+
+def test_groups_come_back_bit_for_bit(tmp_path: Path) -> None:
+    written = groups()
+    checkpoint.write_buffer(tmp_path, Ledger(prompts_per_step=1, max_age=0).state_dict(), written)
+    _, found = checkpoint.read_buffer(tmp_path)
+    assert [group.prompt for group in found] == [written[0].prompt, replace(written[1].prompt, answer="1/2")]
+    for old, new in zip([e for g in written for e in g.episodes], [e for g in found for e in g.episodes], strict=True):
+        for field in fields(old):
+            was, now = getattr(old, field.name), getattr(new, field.name)
+            if isinstance(was, np.ndarray):
+                assert (now.dtype, now.shape, now.tobytes()) == (was.dtype, was.shape, was.tobytes()), field.name
+            else:
+                assert now == was or (now != now and was != was), field.name
+
+
+def test_an_empty_buffer_is_a_buffer(tmp_path: Path) -> None:
+    checkpoint.write_buffer(tmp_path, Ledger(prompts_per_step=1, max_age=0).state_dict(), [])
+    state, found = checkpoint.read_buffer(tmp_path)
+    assert found == []
+    Ledger(prompts_per_step=1, max_age=0).load_state_dict(state)
+
+
+def test_a_checkpoint_runs_no_code_when_it_is_read(tmp_path: Path) -> None:
+    """An npz with a pickle in it is refused, and a damaged one is named."""
+    checkpoint.write_buffer(tmp_path, Ledger(prompts_per_step=1, max_age=0).state_dict(), groups())
+    np.savez(tmp_path / checkpoint.GROUPS, about=np.array([object()]))
+    with pytest.raises(UserError, match=r"groups\.npz: cannot be read: Object arrays cannot be loaded"):
+        checkpoint.read_buffer(tmp_path)
+    (tmp_path / checkpoint.LEDGER).write_bytes(b"PK")
+    with pytest.raises(UserError, match=r"ledger\.npz: cannot be read"):
+        checkpoint.read_buffer(tmp_path)
+
+
+SAVER = """
+import sys
+from pathlib import Path
+from monarch_rl import checkpoint
+from monarch_rl.lives import Progress
+
+state, groups = checkpoint.read_buffer(Path(sys.argv[1]))
+for step in range(1, 1_000_000):
+    folder = checkpoint.folder_of(Path(sys.argv[2]), step)
+    checkpoint.write_buffer(checkpoint.unfinished(folder), state | {"step": step}, groups)
+    checkpoint.complete(folder, Progress(step, 4 * step, {}), keep=2)
+"""
+
+
+def newest(output_dir: Path) -> int:
+    try:
+        folder = checkpoint.to_resume("latest", output_dir)
+    except UserError:  # an old one was removed while they were listed
+        return newest(output_dir)
+    return 0 if folder is None else checkpoint.read_progress(folder).step
+
+
+def test_a_run_that_is_killed_while_it_saves_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    """Case 12: kill -9 at 20 random points of one save after another: the newest complete one loads, and is as new as was seen before."""
+    ledger = Ledger(prompts_per_step=4, max_age=2)
+    work(ledger, range(1, 2), dead=5)
+    checkpoint.write_buffer(tmp_path / "begin", ledger.state_dict(), 50 * groups())
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", SAVER, str(tmp_path / "begin")]
+    folders = [tmp_path / str(kill) for kill in range(20)]
+    for four in (folders[at : at + 4] for at in range(0, 20, 4)):
+        children = [subprocess.Popen([*command, str(folder)], env=environment) for folder in four]
+        for child, folder in zip(children, four, strict=True):
+            while newest(folder) < 3:
+                assert child.poll() is None
+                time.sleep(0.01)
+            time.sleep(random.random() / 20)
+            seen = newest(folder)
+            child.kill()
+            child.wait()
+            found = checkpoint.to_resume("latest", folder)
+            assert found is not None
+            assert newest(folder) >= seen
+            state, loaded = checkpoint.read_buffer(found)
+            assert (state["step"], len(loaded)) == (newest(folder), 100)
+            Ledger(prompts_per_step=4, max_age=2).load_state_dict(state)
+
+
+def test_checkpoints_of_another_way_are_set_aside(tmp_path: Path) -> None:
+    """A run that goes on from step 2 does not find step 9 as its latest."""
+    folders = [finished(tmp_path, step, keep=3) for step in (2, 9, 10)]
+    checkpoint.set_aside(tmp_path, after=2)
+    assert checkpoint.found(tmp_path / "checkpoints") == folders[:1]
+    assert (tmp_path / "checkpoints" / "aside_step_10" / checkpoint.PROGRESS).is_file()
