@@ -4,7 +4,7 @@ Owns: every prompt from its first lease until it is trained or dropped, and ever
 Promises: an ordinal is trained once or dropped with a reason; no token is trained above `buffer.max_age`; `lease` and
 `take` are answered as soon as there is something to give, and at the latest when the run is over, has failed or is closed.
 Called by: rollout workers (`lease`, `put`, `fail`, `drop`), trainer ranks (`take`, `trained`), the controller (the rest).
-May be blocked by: nothing. No endpoint awaits; prompts are made in a thread.
+May be blocked by: nothing. No endpoint awaits but the last one, `close`, and `save`, beside which others run; prompts are made in a thread.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from monarch_rl.observe import timeline
 from monarch_rl.observe.ledger_file import LedgerFile
 from monarch_rl.observe.rollouts import RolloutsFile
 from monarch_rl.observe.seldom import Seldom
+from monarch_rl.recorded import cut
+from monarch_rl.recorded import write as record
 from monarch_rl.types import Group, Lease, Prompt, Shard
 
 if TYPE_CHECKING:
@@ -91,6 +93,8 @@ class ReplayBuffer(Actor):
         self._figures: dict[int, dict[str, float]] = {}
         self._task = task.name
         self._refused, self._failures = Seldom(), Seldom()
+        cut(Path(config.output_dir), after)
+        self._recordings: set[asyncio.Task[None]] = set()
         self._rollouts = RolloutsFile(Path(config.output_dir) / "rollouts.jsonl", after)
 
     @endpoint(explicit_response_port=True)
@@ -219,10 +223,11 @@ class ReplayBuffer(Actor):
 
     @endpoint
     async def close(self) -> None:
-        """Nothing more is given: waiting workers get None, waiting ranks an error."""
+        """Nothing more is given: waiting workers get None, waiting ranks an error. What is to be recorded is when this returns."""
         self._ended = self._ended or "the replay buffer is closed"
         self._rollouts.close()
         self._pump()
+        await asyncio.gather(*self._recordings, return_exceptions=True)
 
     def _pump(self) -> None:
         """Give what can be given. Called after every event; batches come first, since taking one can open leases."""
@@ -308,9 +313,19 @@ class ReplayBuffer(Actor):
         buffer = {"buffer/fill": self._ledger.fill, "buffer/dropped": float(counts.dropped), "buffer/leased": float(counts.leased)}
         reasons = {f"buffer/dropped_{reason}": float(n) for reason, n in self._ledger.dropped.items()}
         self._rollouts.write(step, groups)
+        if self._config.record:
+            writing = asyncio.get_running_loop().create_task(asyncio.to_thread(record, Path(self._config.output_dir), step, groups))
+            self._recordings.add(writing)
+            writing.add_done_callback(self._recorded)
         self._figures[step] = figures(step, groups, self._barren) | buffer | reasons
         self._figures.pop(step - FIGURES_KEPT, None)
         self._barren = []
+
+    def _recorded(self, writing: asyncio.Task[None]) -> None:
+        self._recordings.discard(writing)
+        if (error := writing.exception()) is not None:
+            self._ended = self._ended or f"record: {error}"
+            self._pump()
 
     def _finished(self, group: Group, trainable: bool) -> None:
         self._recent.append(group)

@@ -22,7 +22,7 @@ from monarch_rl.weights.board import BOARD
 if TYPE_CHECKING:
     from actors.replay_buffer import ReplayBuffer
     from monarch_rl.weights.plan import LoadPlan
-    from monarch_rl.weights.slots import SlotBuffers
+    from monarch_rl.weights.slots import Ring, SlotBuffers
 
 
 def take_deadline(config: Config) -> float:
@@ -34,6 +34,7 @@ class Trainer(Actor):
     def __init__(self, config: Config, buffer: ReplayBuffer) -> None:
         self._config, self._buffer = config, buffer
         self._rank, self._world = current_rank().rank, sum(current_size().values())
+        self._ring: Ring | None = None
 
     @endpoint
     def setup(self) -> None:
@@ -102,7 +103,7 @@ class Trainer(Actor):
             return {}, timeline.drain()
         ready = time.perf_counter()
         with timeline.span("train"):
-            stats = self._learner.step(shard, before_update=self._ring.wait_copied)
+            stats = self._learner.step(shard, before_update=self._wait_copied)
         trained = time.perf_counter()
         if self._rank == 0:
             self._buffer.trained.broadcast(step)
@@ -114,7 +115,7 @@ class Trainer(Actor):
             "time/wait_batch_s": ready - started,
             "time/train_s": trained - ready,
             "sync/stage_s": now - trained,
-            "sync/bytes": float(self._ring.nbytes),
+            "sync/bytes": float(self._ring.nbytes) if self._ring else 0.0,
         }
         return stats | times, timeline.drain()
 
@@ -141,13 +142,19 @@ class Trainer(Actor):
     def shut(self) -> None:
         import torch.distributed as dist
 
-        if hasattr(self, "_ring"):
+        if self._ring:
             self._ring.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _wait_copied(self) -> None:
+        if self._ring:
+            self._ring.wait_copied()
+
     def _publish(self, version: Version) -> None:
         from monarch_rl.models import local_shards
 
+        if self._ring is None:  # a replay, which nobody generates for
+            return
         with timeline.span("stage", version=str(version)):
             self._ring.publish(local_shards(self._learner.model), version)

@@ -166,6 +166,10 @@ class Config:
     """where everything of this run goes"""
     resume: str = "none"
     """go on from a checkpoint: latest (of output_dir; a new run where there is none), or the path of one; none: a new run"""
+    record: bool = False
+    """keep the groups of each step as they are trained, for replay"""
+    replay: str = ""
+    """output_dir of a run with record=true, whose groups are trained again without engines and rollouts"""
     close_deadline_s: float = 10.0
     """seconds that an orderly close may take before processes are ended"""
     trackers: list[TrackerName] = field(default_factory=list)
@@ -319,6 +323,8 @@ def validate(config: Config) -> None:
     _check_task(config)
     if wrong := cluster_config.mistake(config.cluster):
         raise ConfigError(wrong)
+    if config.replay and (config.record or config.resume != "none" or config.checkpoint.every):
+        raise ConfigError("replay: trains from the first step to the last; leave out record, resume and checkpoint.every")
     if not str(config.output_dir).strip():
         raise ConfigError("output_dir: must name a folder, e.g. runs/NAME")
     if config.generator.temperature < COLDEST:

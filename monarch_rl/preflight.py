@@ -6,7 +6,9 @@ import asyncio
 import json
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 
+from monarch_rl import recorded
 from monarch_rl.cluster.placement import host_count, hosts_by_role
 from monarch_rl.config import Config, UserError, label
 from monarch_rl.engine_setup import context_length
@@ -32,6 +34,8 @@ def check(config: Config) -> tuple[Renderer, Task]:
     renderer = Renderer.of(config.model)
     task = _load(config)
     steps_of_data(config, task)
+    if config.replay:
+        recorded.check(Path(config.replay))
     context = context_length(renderer.directory, config.generator.engine, cpu=config.profile != "cuda")
     if context is not None and config.generator.max_new_tokens >= context:
         raise UserError(

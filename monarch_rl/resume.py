@@ -9,8 +9,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monarch_rl import checkpoint
+from monarch_rl import checkpoint, recorded
 from monarch_rl.config import Config, UserError, is_object, label, schema
+from monarch_rl.recorded import RECORD
 from monarch_rl.tasks import Task, make_prompt
 
 SETTINGS = "settings.json"
@@ -23,6 +24,10 @@ MADE_BY = ("seed", "task", "task_args", "model.", "generator.group_size")
 """Keys that finished groups depend on: with another value they would not have been made."""
 RULED_BY = ("buffer.prompts_per_step", "buffer.window", "buffer.dead_groups")
 """Keys by which finished groups were admitted. `buffer.max_age` is none of them: each prompt keeps the bound it was started with."""
+
+
+TRAINED_BY = ("steps", "trainer.", "model.")
+"""Keys that a replay depends on: with the same ones it reaches the same weights."""
 
 
 class Resumed(NamedTuple):
@@ -56,15 +61,15 @@ def compare(folder: Path, config: Config, task: Task) -> Resumed:
     except (OSError, ValueError) as error:
         raise UserError(f"resume={folder}: its {SETTINGS} cannot be read: {error}") from None
     now = settings(config, task)
-    changed = [name for name in now["config"] if now["config"][name] != then["config"].get(name) and not _named(name, UNTOLD)]
-    told = [f"{name}={_short(now['config'][name])}, was {_short(then['config'].get(name))} in the checkpoint" for name in changed]
+    changed = _changed(now, then)
+    told = [f"resume: {name}={_short(now['config'][name])}, was {_short(then['config'].get(name))} in the checkpoint" for name in changed]
     same_prompts = now["prompts"] == then["prompts"]
     if not same_prompts:
-        told.append(f"task {task.name} makes other prompts than it did for the checkpoint; their ordinals go on")
+        told.append(f"resume: task {task.name} makes other prompts than it did for the checkpoint; their ordinals go on")
     synchronous = [_max_age(which) == 0 for which in (now, then)]
     keep = same_prompts and synchronous[0] == synchronous[1] and not any(_named(name, MADE_BY + RULED_BY) for name in changed)
     if not keep:
-        told.append("groups that were finished and not trained do not fit this any more; their prompts are sampled again")
+        told.append("resume: groups that were finished and not trained do not fit this any more; their prompts are sampled again")
     return Resumed(told, keep)
 
 
@@ -72,11 +77,34 @@ def start(config: Config, task: Task) -> tuple[Path | None, Resumed]:
     """The checkpoint to go on from, if there is one. Checkpoints of later steps in the same folder are of a run that this one takes another
     way from, and are set aside."""
     output_dir = Path(config.output_dir)
+    if config.replay:
+        return None, Resumed(_of_replay(config, task), True)
+    if config.record:
+        (output_dir / RECORD).mkdir(exist_ok=True)
+        write(output_dir / RECORD, config, task)
     folder = checkpoint.to_resume(config.resume, output_dir)
     if folder is None:
         return None, Resumed([], True)
     checkpoint.set_aside(output_dir, checkpoint.read_progress(folder).step)
     return folder, compare(folder, config, task)
+
+
+def _of_replay(config: Config, task: Task) -> list[str]:
+    """What makes a replay another training than the one that was recorded, a line each."""
+    steps, path = recorded.check(Path(config.replay)), Path(config.replay) / RECORD / SETTINGS
+    try:
+        then: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"replay={config.replay}: {path} cannot be read: {error}") from None
+    now = settings(config, task)
+    changed = [name for name in _changed(now, then) if _named(name, TRAINED_BY)]
+    return [f"replay: {steps} recorded steps"] + [
+        f"replay: {name}={_short(now['config'][name])}, was {_short(then['config'].get(name))}: weights will differ" for name in changed
+    ]
+
+
+def _changed(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:
+    return [name for name in now["config"] if now["config"][name] != then["config"].get(name) and not _named(name, UNTOLD)]
 
 
 def digest(task: Task) -> str:

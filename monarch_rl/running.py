@@ -22,6 +22,7 @@ from monarch_rl.types import Version
 
 if TYPE_CHECKING:
     from actors.rollout import RolloutWorker
+    from actors.scorer import Scorer
     from monarch_rl.tasks import Task, TaskSpec
 
 STOP_S = 1.0
@@ -78,6 +79,9 @@ class Running:
             await self._publish(version)
 
     async def _publish(self, version: Version | None) -> None:
+        if self.config.replay:
+            self._published = self.version
+            return
         if self._published is None:
             plan = await self._replicas.started()
             rings = await answer(self._trainers.open_ring.call(plan), "trainers (staging slots)", START_DEADLINE_S)
@@ -115,7 +119,7 @@ class Running:
         return bool(every and step % every == 0) or (step == self.config.steps and (what == "eval" or bool(every)))
 
     def start_evaluation(self, step: int) -> None:
-        if self.config.eval.prompts:
+        if self.config.eval.prompts and not self.config.replay:
             self._evaluations.add(self._background.create_task(self._evaluate(step), name=f"evaluation of step {step}"))
 
     async def evaluations(self) -> None:
@@ -156,7 +160,7 @@ class Running:
     async def _start(self) -> None:
         found, resumed = resume.start(self.config, self._task)
         for line in resumed.told:
-            self._records.console.say(f"resume: {line}")
+            self._records.console.say(line)
         self._meshes.watch()
         await self._meshes.open()
         self._spawn_actors(found, resumed.keep_groups)
@@ -171,6 +175,7 @@ class Running:
     def _spawn_actors(self, found: Path | None, keep_groups: bool) -> None:
         from actors.metrics import Metrics
         from actors.publisher import Publisher
+        from actors.recording import Recording
         from actors.replay_buffer import ReplayBuffer
         from actors.rollout import RolloutWorker
         from actors.scorer import Scorer
@@ -179,9 +184,17 @@ class Running:
         config, meshes = self.config, self._meshes
         metrics = meshes["replay_buffer"].spawn("metrics", Metrics)
         self._replicas = Replicas(config, meshes, metrics)
-        self._replicas.spawn(config.generator.replicas)
-        self._buffer = meshes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config, found, keep_groups)
+        self._replicas.spawn(0 if config.replay else config.generator.replicas)
+        after = 0 if found is None else checkpoint.read_progress(found).step
+        if config.replay:
+            self._buffer: Any = meshes["replay_buffer"].spawn("replay_buffer", Recording, config)
+        else:
+            self._buffer = meshes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config, found, keep_groups)
         self._trainers = meshes["trainer"].spawn("trainer", Trainer, config, self._buffer)
+        self._records.begin(after, metrics, self._buffer)
+        if config.replay:
+            self._scorers: list[Scorer] = []
+            return
         self._publishers = meshes["trainer"].spawn("publisher", Publisher)
         judged_by = config.task, config.task_args, config.seed, config.scorer.deadline_s
         scorers = meshes["scorer"].spawn("scorer", Scorer, *judged_by, metrics)
@@ -189,7 +202,6 @@ class Running:
         self._rollouts = meshes["rollout"].spawn(
             "rollout", RolloutWorker, config, self._buffer, self._replicas.live, self._scorers, metrics
         )
-        self._records.begin(0 if found is None else checkpoint.read_progress(found).step, metrics, self._buffer)
 
     async def _shut(self, deadline_s: float) -> None:
         """Let actors put down what they hold. One that has died, hangs or computes for longer misses nothing but this."""
@@ -226,7 +238,8 @@ class Running:
             for number in self._replicas.live:
                 tasks.create_task(self._replicas.follow(number, *self._followed), name=f"generator {number}")
             self._begun.set()
-            tasks.create_task(ended(self._rollouts.work.call().as_asyncio()), name="rollouts")
+            if not self.config.replay:
+                tasks.create_task(ended(self._rollouts.work.call().as_asyncio()), name="rollouts")
 
     def _over(self, keeper: asyncio.Task[None]) -> None:
         if not keeper.cancelled() and (error := keeper.exception()) is not None:

@@ -306,6 +306,8 @@ class Session(Running):
     async def _live(self) -> None:
         """The policy can be asked: the first weights are published, and the background runs."""
         self._check_open()
+        if self.config.replay:
+            raise UserError(f"a replay (of {self.config.replay}) has no generators and no replay buffer to ask")
         if self._published is None:
             await self.publish(self.version)
         await self._keep()
@@ -314,6 +316,8 @@ class Session(Running):
 
     async def _lives(self, states: Sequence[State], last: int) -> list[Life]:
         self._check_open()
+        if self.config.replay:
+            raise UserError(f"a replay (of {self.config.replay}) has no ledger; that of the run is in its ledger.jsonl")
         return await answer(self._buffer.lives.call_one(states, last), "replay buffer (lives)", 60.0)
 
     def _replica(self, number: int | None) -> int:

@@ -13,7 +13,7 @@ from monarch_rl.lives import Progress
 from monarch_rl.tasks import Task
 from monarch_rl.types import Prompt, Split
 
-AGAIN = "groups that were finished and not trained do not fit this any more; their prompts are sampled again"
+AGAIN = "resume: groups that were finished and not trained do not fit this any more; their prompts are sampled again"
 
 
 class Rows(Task):
@@ -51,8 +51,8 @@ def test_nothing_is_told_where_nothing_has_changed(config: Config) -> None:
 
 def test_a_changed_configuration_is_told(config: Config) -> None:
     config.trainer.lr, config.buffer.max_age, config.trainer.ranks = 1e-5, 1, 2
-    told = ["buffer.max_age=1, was 2 in the checkpoint", "trainer.ranks=2, was 1 in the checkpoint"]
-    told += ["trainer.lr=1e-05, was 0.0003 in the checkpoint"]
+    told = ["resume: buffer.max_age=1, was 2 in the checkpoint", "resume: trainer.ranks=2, was 1 in the checkpoint"]
+    told += ["resume: trainer.lr=1e-05, was 0.0003 in the checkpoint"]
     assert resume.start(config, Rows())[1] == resume.Resumed(told, keep_groups=True)
 
 
@@ -64,13 +64,13 @@ def test_groups_that_do_not_fit_are_sampled_again(config: Config, section: str, 
     was = getattr(getattr(config, section), key)
     setattr(getattr(config, section), key, value)
     resumed = resume.start(config, Rows())[1]
-    assert resumed == resume.Resumed([f"{section}.{key}={value}, was {was} in the checkpoint", AGAIN], keep_groups=False)
+    assert resumed == resume.Resumed([f"resume: {section}.{key}={value}, was {was} in the checkpoint", AGAIN], keep_groups=False)
 
 
 @pytest.mark.parametrize("task", [Rows(offset=1), Rows(size=99), Rows(size=None)])
 def test_changed_data_are_noticed(config: Config, task: Rows) -> None:
     told, kept = resume.start(config, task)[1]
-    assert told == ["task rows makes other prompts than it did for the checkpoint; their ordinals go on", AGAIN]
+    assert told == ["resume: task rows makes other prompts than it did for the checkpoint; their ordinals go on", AGAIN]
     assert not kept
 
 
