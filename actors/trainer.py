@@ -20,6 +20,8 @@ from monarch_rl.types import Version
 from monarch_rl.weights.board import BOARD
 
 if TYPE_CHECKING:
+    from monarch.actor import Port
+
     from actors.replay_buffer import ReplayBuffer
     from monarch_rl.weights.plan import LoadPlan
     from monarch_rl.weights.slots import Ring, SlotBuffers
@@ -51,6 +53,7 @@ class Trainer(Actor):
             torch.cuda.init()  # or the device mesh would choose a device by LOCAL_RANK, while each process sees just one
             torch.cuda.set_device(0)
         dist.init_process_group("nccl" if cuda else "gloo")
+        self._saving = dist.new_group(backend="gloo")
         mesh = init_device_mesh("cuda" if cuda else "cpu", (self._world,), mesh_dim_names=("fsdp",))
         self._learner = Learner(
             load_causal_lm(self._config.model.path),
@@ -67,12 +70,15 @@ class Trainer(Actor):
 
         load(self._learner, folder)
 
-    @endpoint
-    def checkpoint(self, folder: Path) -> None:
-        """Write model and optimizer (collective, each rank its shards)."""
-        from monarch_rl.checkpoint import save
+    @endpoint(explicit_response_port=True)
+    def checkpoint(self, port: Port[None], folder: Path) -> None:
+        """Copy model and optimizer (collective, each rank its shards). Answers when they are written, beside the steps that follow."""
+        from monarch_rl.checkpoint import save_beside
 
-        save(self._learner, folder)
+        def told(error: Exception | None) -> None:
+            port.send(None) if error is None else port.exception(error)
+
+        save_beside(self._learner, folder, self._saving, told)
 
     @endpoint
     def set_lr(self, lr: float) -> None:

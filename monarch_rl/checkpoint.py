@@ -10,7 +10,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ from monarch_rl.lives import Progress
 from monarch_rl.types import Group
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
     from monarch_rl.learner import Learner
 
 PROGRESS = "progress.json"
@@ -53,6 +55,12 @@ def complete(folder: Path, progress: Progress, keep: int) -> None:
         written.rename(folder)
     for old in found(folder.parent)[:-keep]:
         _remove(old)
+
+
+def sweep(output_dir: Path) -> None:
+    """Remove what runs left that were killed while they wrote."""
+    for left in (output_dir / "checkpoints").glob(f".{PREFIX}*"):
+        shutil.rmtree(left)
 
 
 def set_aside(output_dir: Path, after: int) -> None:
@@ -110,12 +118,27 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def save(learner: Learner, folder: Path) -> None:
-    """Collective; each rank writes its shards."""
-    from torch.distributed.checkpoint.state_dict_saver import save
+def save_beside(learner: Learner, folder: Path, group: ProcessGroup | None, told: Callable[[Exception | None], None]) -> None:
+    """Collective; each rank copies its shards, and writes them beside the steps that follow. `told`: that it is done, or why not; called by
+    another thread.
 
-    with _one_line(OSError, f"the checkpoint cannot be written in {folder}"):
-        save(_state(learner), checkpoint_id=folder)
+    Args:
+        group: of its own, with a CPU backend, since training goes on in the others.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import async_save
+
+    writing: Any = async_save(_state(learner), checkpoint_id=folder, process_group=group)
+
+    def written(done: Any) -> None:
+        try:
+            with _one_line(OSError, f"the checkpoint cannot be written in {folder}"):
+                done.result()
+        except OSError as error:
+            told(error)
+        else:
+            told(None)
+
+    writing.add_done_callback(written)
 
 
 def load(learner: Learner, folder: Path) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Literal, Protocol
 
 from monarch_rl.config import Config
@@ -42,8 +41,12 @@ class System(Protocol):
 
     def due(self, what: Literal["eval", "checkpoint"], step: int) -> bool: ...
 
-    async def checkpoint(self) -> Path:
-        """Write what the run needs to go on from here."""
+    async def start_checkpoint(self) -> None:
+        """Begin to write what the run needs to go on from here, beside the training."""
+        ...
+
+    async def checkpoints(self) -> None:
+        """Wait for the checkpoints that were started."""
         ...
 
     def start_evaluation(self, step: int) -> None:
@@ -76,7 +79,8 @@ async def train(system: System, until: int | None = None) -> None:
                 await system.evaluations()
             system.record(step, stats)
             if system.due("checkpoint", step):
-                await system.checkpoint()
+                await system.start_checkpoint()
+        await system.checkpoints()
 
 
 async def _end(system: System, step: int, start: int) -> None:

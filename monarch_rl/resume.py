@@ -82,6 +82,7 @@ def start(config: Config, task: Task) -> tuple[Path | None, Resumed]:
     if config.record:
         (output_dir / RECORD).mkdir(exist_ok=True)
         write(output_dir / RECORD, config, task)
+    checkpoint.sweep(output_dir)
     folder = checkpoint.to_resume(config.resume, output_dir)
     if folder is None:
         return None, Resumed([], True)

@@ -21,6 +21,8 @@ from monarch_rl.supervise import answer, ended, root
 from monarch_rl.types import Version
 
 if TYPE_CHECKING:
+    from monarch.actor import Future
+
     from actors.rollout import RolloutWorker
     from actors.scorer import Scorer
     from monarch_rl.tasks import Task, TaskSpec
@@ -57,6 +59,8 @@ class Running:
         self._training: asyncio.Task[Any] | None = None
         self._halted = False
         self._published: Version | None = None
+        self._writing: asyncio.Task[None] | None = None  # a checkpoint
+        self._checkpointed = 0
         self._evaluations: set[asyncio.Task[None]] = set()
 
     @property
@@ -127,17 +131,34 @@ class Running:
         self._evaluations.clear()
 
     async def checkpoint(self) -> Path:
-        """Write model, optimizer, ledger and waiting groups to `checkpoints/step_N`, for `resume`. Stands between two steps."""
+        """Write model, optimizer, ledger and waiting groups to `checkpoints/step_N`, for `resume`."""
+        await self.start_checkpoint()
+        await self.checkpoints()
+        return checkpoint.folder_of(self.output_dir, self._checkpointed)
+
+    async def start_checkpoint(self) -> None:
+        """What is to be written is copied between two steps; the writing goes on beside the training."""
+        await self.checkpoints()  # one at a time
         async with self._turn:
-            folder = checkpoint.folder_of(self.output_dir, self.version.step)
-            unfinished = checkpoint.unfinished(folder)
-            snapshot = self._buffer.snapshot.call_one(self.version.step)
+            self._checkpointed = self.version.step
+            folder = checkpoint.folder_of(self.output_dir, self._checkpointed)
+            snapshot = self._buffer.snapshot.call_one(self._checkpointed)
             progress: Progress = await answer(snapshot, "replay buffer (snapshot)", 60.0)
-            await answer(self._trainers.checkpoint.call(unfinished), "trainers (checkpoint)", START_DEADLINE_S)
+            copied = self._trainers.checkpoint.call(checkpoint.unfinished(folder))  # before the next step, since messages keep their order
+        self._writing = asyncio.create_task(self._write_checkpoint(folder, progress, copied), name=f"checkpoint of step {progress.step}")
+        self._writing.add_done_callback(_heard)
+
+    async def checkpoints(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await asyncio.shield(writing)
+
+    async def _write_checkpoint(self, folder: Path, progress: Progress, copied: Future[Any]) -> None:
+        unfinished = checkpoint.unfinished(folder)
+        await answer(copied, "trainers (checkpoint)", START_DEADLINE_S)
         await answer(self._buffer.save.call_one(unfinished), "replay buffer (checkpoint)", START_DEADLINE_S)
         resume.write(unfinished, self.config, self._task)
         checkpoint.complete(folder, progress, self.config.checkpoint.keep)
-        return folder
 
     async def halt(self) -> None:
         """Have the training end with `Halted` after the step in progress, or before it where its batch is not complete."""

@@ -5,10 +5,11 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from fractions import Fraction
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -45,12 +46,39 @@ def train(one: Learner, steps: range) -> None:
         one.step(shards([group], step=step)[0])
 
 
+def save(one: Learner, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
+    told: SimpleQueue[Exception | None] = SimpleQueue()
+    checkpoint.save_beside(one, folder, None, told.put)
+    meanwhile()
+    if (error := told.get(timeout=100)) is not None:
+        raise error
+
+
+def test_steps_that_are_taken_while_it_is_written_are_not_in_it(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """What is written was copied before the call returned."""
+    first, second = learner(mesh, 0), learner(mesh, 1)
+    train(first, range(1, 3))
+    then = {name: shard.clone() for name, shard in local_shards(first.model).items()}
+    save(first, tmp_path / "c", meanwhile=lambda: train(first, range(3, 5)))
+    checkpoint.load(second, tmp_path / "c")
+    for name, expected in then.items():
+        torch.testing.assert_close(local_shards(second.model)[name], expected, atol=0, rtol=0)
+        assert not torch.equal(local_shards(first.model)[name], expected)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_line(mesh: DeviceMesh, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=r"^the checkpoint cannot be written in .*file/c: .*") as raised:
+        save(learner(mesh, 0), tmp_path / "file" / "c")
+    assert "\n" not in str(raised.value)
+
+
 def test_training_goes_on_bit_for_bit(mesh: DeviceMesh, tmp_path: Path) -> None:
     """Model, both moments of AdamW, its step count and the place in the learning rate schedule."""
     whole, first, second = learner(mesh, 0), learner(mesh, 0), learner(mesh, 1)
     train(whole, range(1, 5))
     train(first, range(1, 3))
-    checkpoint.save(first, tmp_path / "c")
+    save(first, tmp_path / "c")
     checkpoint.load(second, tmp_path / "c")
     train(second, range(3, 5))
     for name, expected in local_shards(whole.model).items():
