@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common import arguments, report, spread, table
@@ -36,16 +37,8 @@ def batch(step: int, episodes: int, tokens: int) -> Shard:
     draw = np.random.default_rng(step)
     sampled_T = np.arange(tokens) >= 4
     versions_T = np.where(sampled_T, Version(0, step - 1).pack(), NOT_SAMPLED)
-    rows = [
-        Episode(
-            draw.integers(0, 4096, tokens, np.int32),
-            sampled_T,
-            np.full(tokens, -8, np.float32) * sampled_T,
-            versions_T,
-            reward=float(i % 2),
-        )
-        for i in range(episodes)
-    ]
+    ids_BT, logprobs_T = draw.integers(0, 4096, (episodes, tokens), np.int32), np.full(tokens, -8, np.float32) * sampled_T
+    rows = [Episode(ids_T, sampled_T, logprobs_T, versions_T, reward=float(i % 2)) for i, ids_T in enumerate(ids_BT)]
     rewards_PG = np.array([[row.reward for row in rows]], np.float64)
     places, total = [(0, i) for i in range(episodes)], episodes * (tokens - 4)
     return Shard(step, rows, places, [list(range(episodes))], rewards_PG, total, episodes)
@@ -71,9 +64,8 @@ class Trainer:
     def copy_s(self) -> float:
         """Seconds of a copy of weights and moments."""
         moments = [value for state in self.learner.optimizer.state.values() for value in state.values()]
-        tensors = [
-            t.to_local() if hasattr(t, "to_local") else t for t in [*self.learner.parameters, *moments] if isinstance(t, torch.Tensor)
-        ]
+        held = [value for value in [*self.learner.parameters, *moments] if isinstance(value, torch.Tensor)]
+        tensors = [value.to_local() if isinstance(value, DTensor) else value for value in held]
         began = time.perf_counter()
         copies = [tensor.detach().clone() for tensor in tensors]
         took = time.perf_counter() - began
