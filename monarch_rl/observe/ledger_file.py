@@ -65,4 +65,4 @@ def _packed(text: str) -> int:
 def _up_to(path: Path, step: int) -> list[str]:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     marks = [at for at, line in enumerate(lines) if line.startswith('{"checkpoint"') and json.loads(line)["checkpoint"] == step]
-    return lines[: marks[-1] + 1] if marks else []
+    return lines[: marks[0] + 1] if marks else []  # a later one of the same step is of a checkpoint that was there already

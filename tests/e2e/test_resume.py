@@ -99,7 +99,7 @@ def test_going_on_from_the_middle_gives_the_weights_of_the_whole(tmp_path: Path)
 
 
 def test_data_smaller_than_a_batch(tmp_path: Path) -> None:
-    """Cases 4, 23: three prompts are one step of three; all dead, they are an error that says so. Both end by themselves."""
+    """Cases 4, 23: three prompts are one step of three, and the run ends by itself."""
     less = finished(tmp_path, *SMALL, "epochs=1", "task_args.size=3", name="less")
     assert less.process.returncode == 0, less.err
     assert trained(less) == Counter(range(3))
