@@ -151,6 +151,21 @@ def test_what_was_finished_can_be_sampled_again_under_other_rules(max_age: int, 
     assert min(trained) == first.progress().next_ordinal
 
 
+def test_what_was_sampled_ahead_is_trained_after_the_data_have_been_handed_out() -> None:
+    """Case 4: eight prompts, the first of them dead, four sampled ahead, two to a step. Killed after one step, the rest is trained once."""
+
+    def data() -> Ledger:
+        return Ledger(prompts_per_step=2, max_age=1, ordinals=8)
+
+    first = data()
+    assert work(first, range(1, 2), dead=99) == [[1, 2]]
+    second = data()
+    second.load_state_dict(first.state_dict())
+    assert work(second, range(2, 5), dead=99) == [[3, 4], [5, 6], [7]]
+    assert second.take(5) == []
+    assert second.over
+
+
 def groups() -> list[Group]:
     draw = random.Random(0)
     first = [episode(3, draw.randint(0, 5), draw, reward) for reward in (1.0, None, 0.1 + 0.2)]
