@@ -21,8 +21,8 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from monarch_rl.config import Config
 from monarch_rl.groups import check_ages, describe, figures, judge, make_shards, stamps
-from monarch_rl.ledger import AgeError, Ledger, TailError
-from monarch_rl.lives import Holdings, Life, Lost, Progress, State
+from monarch_rl.ledger import AgeError, Ledger
+from monarch_rl.lives import Holdings, Life, Lost, Progress, State, TailError
 from monarch_rl.observe import timeline
 from monarch_rl.observe.ledger_file import LedgerFile
 from monarch_rl.observe.rollouts import RolloutsFile

@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Any, Literal
 
-from monarch_rl.lives import Counts, Ended, Entry, Holdings, Life, Lost, Progress, State, check_shape
+from monarch_rl.lives import Counts, Ended, Entry, Holdings, Life, Lost, Progress, State, TailError, check_shape
 from monarch_rl.types import NOT_SAMPLED, Lease
 
 Tail = Literal["train", "drop", "error"]
@@ -23,10 +23,6 @@ Tail = Literal["train", "drop", "error"]
 
 class AgeError(AssertionError):
     """A group would be trained at an age above `max_age`; the message names its ordinal."""
-
-
-class TailError(ValueError):
-    """The data ended with fewer groups than a step takes, and `tail` is `error`."""
 
 
 class Ledger:

@@ -37,6 +37,10 @@ class Life(NamedTuple):
     newest: int = NOT_SAMPLED
 
 
+class TailError(ValueError):
+    """The data ended with fewer groups than a step takes, and `tail` is `error`."""
+
+
 class Counts(NamedTuple):
     """Prompts by where they stand; all but `started` add up to `started`."""
 
