@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import zipfile
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from monarch_rl import types
 from monarch_rl.config import UserError
-from monarch_rl.types import Episode, Group, Prompt
+from monarch_rl.types import Group
 
 Arrays = Mapping[str, NDArray[Any]]
+NOUNS: Mapping[str, Any] = {name: noun for name, noun in vars(types).items() if is_dataclass(noun)}
 
 
 def write(path: Path, about: Any, arrays: Arrays) -> None:
@@ -38,45 +41,56 @@ def read(path: Path) -> tuple[Any, Arrays]:
         raise UserError(f"{path}: cannot be read: {error}") from None
 
 
-def pack(groups: Sequence[Group]) -> tuple[dict[str, Any], Arrays]:
-    """Groups as what `write` takes. Of a prompt's answer, which the reward has seen, only what JSON can say is kept.
-
-    Raises:
-        TypeError: a field of an episode is neither an array nor something for JSON.
-    """
-    episodes = [episode for group in groups for episode in group.episodes]
-    values = {field.name: [getattr(episode, field.name) for episode in episodes] for field in fields(Episode)}
-    plain, shapes, arrays = {}, {}, {}
-    for name, listed in values.items():
-        if not any(isinstance(value, np.ndarray) for value in listed):
-            json.dumps(listed)
-            plain[name] = listed
-            continue
-        shapes[name] = [None if value is None else value.shape for value in listed]
-        arrays[name] = np.concatenate([np.ravel(value) for value in listed if value is not None])
-    prompts = [[g.prompt.ordinal, g.prompt.content, g.prompt.answer, g.prompt.task] for g in groups]
-    return {"prompts": prompts, "episodes": [len(g.episodes) for g in groups], "plain": plain, "shapes": shapes}, arrays
+def pack(groups: Sequence[Group]) -> tuple[Any, Arrays]:
+    """Groups as what `write` takes, whatever their episodes hold of arrays, nouns of `types`, and what JSON can say. The rest, which may be in
+    a prompt's answer, is kept as text: the reward has seen it."""
+    packer = _Packer()
+    about = packer.encode(list(groups))
+    return about, {name: np.concatenate(parts) for name, parts in packer.parts.items()}
 
 
-def unpack(about: Mapping[str, Any], arrays: Arrays) -> list[Group]:
+def unpack(about: Any, arrays: Arrays) -> list[Group]:
     """The groups that were packed; arrays of the very same bits."""
-    columns = dict(about["plain"]) | {name: _split(shapes, arrays[name]) for name, shapes in about["shapes"].items()}
-    rows = zip(*columns.values(), strict=True)
-    episodes = iter([Episode(**dict(zip(columns, row, strict=True))) for row in rows])
-    return [
-        Group(Prompt(*prompt), [next(episodes) for _ in range(count)])
-        for prompt, count in zip(about["prompts"], about["episodes"], strict=True)
-    ]
+    groups: list[Group] = _decode(about, arrays)
+    return groups
 
 
-def _split(shapes: Sequence[Sequence[int] | None], flat: NDArray[Any]) -> list[NDArray[Any] | None]:
-    parts: list[NDArray[Any] | None] = []
-    at = 0
-    for shape in shapes:
-        if shape is None:
-            parts.append(None)
-            continue
-        size = int(np.prod(shape))
-        parts.append(flat[at : at + size].reshape(shape).copy())
-        at += size
-    return parts
+class _Packer:
+    """Puts arrays end to end, one long one for each type; where they were stands where they are now."""
+
+    def __init__(self) -> None:
+        self.parts: dict[str, list[NDArray[Any]]] = {}
+        self._ends: dict[str, int] = {}
+
+    def encode(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return {"array": self._put(value), "shape": value.shape}
+        if isinstance(value, np.generic):
+            return value.item()
+        if type(value) in NOUNS.values():
+            return {"noun": type(value).__name__, "of": {field.name: self.encode(getattr(value, field.name)) for field in fields(value)}}
+        if isinstance(value, dict):
+            return {"dict": [[self.encode(key), self.encode(held)] for key, held in value.items()]}
+        if isinstance(value, (list, tuple)):
+            return [self.encode(held) for held in value]
+        return value
+
+    def _put(self, array: NDArray[Any]) -> tuple[str, int]:
+        name = array.dtype.name
+        start = self._ends.get(name, 0)
+        self._ends[name] = start + array.size
+        self.parts.setdefault(name, []).append(array.ravel())
+        return name, start
+
+
+def _decode(value: Any, arrays: Arrays) -> Any:
+    if isinstance(value, list):
+        return [_decode(held, arrays) for held in value]
+    if not isinstance(value, dict):
+        return value
+    if "array" in value:
+        (name, start), shape = value["array"], value["shape"]
+        return arrays[name][start : start + math.prod(shape)].reshape(shape).copy()
+    if "noun" in value:
+        return NOUNS[value["noun"]](**{name: _decode(held, arrays) for name, held in value["of"].items()})
+    return {_decode(key, arrays): _decode(held, arrays) for key, held in value["dict"]}

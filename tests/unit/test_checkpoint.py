@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from monarch_rl import checkpoint
+from monarch_rl import arrays, checkpoint
 from monarch_rl.config import TrainerConfig, UserError
 from monarch_rl.learner import Learner
 from monarch_rl.ledger import Ledger
@@ -188,6 +188,17 @@ def test_groups_come_back_bit_for_bit(tmp_path: Path) -> None:
                 assert (now.dtype, now.shape, now.tobytes()) == (was.dtype, was.shape, was.tobytes()), field.name
             else:
                 assert now == was or (now != now and was != was), field.name
+
+
+def test_arrays_come_back_wherever_they_are(tmp_path: Path) -> None:
+    """As channels may hold them beside the tokens."""
+    answer = {"mask": [np.zeros((2, 0, 3), np.int16), episode(2, 3, random.Random(0), 1.0)], "text": None, "number": np.float32(0.5)}
+    arrays.write(tmp_path / "x.npz", *arrays.pack([Group(Prompt(0, "", answer), [])]))
+    (found,) = arrays.unpack(*arrays.read(tmp_path / "x.npz"))
+    empty, inner = found.prompt.answer["mask"]
+    assert (empty.shape, empty.dtype) == ((2, 0, 3), np.int16)
+    np.testing.assert_array_equal(inner.ids_T, answer["mask"][1].ids_T)  # type: ignore[index]
+    assert (found.prompt.answer["text"], found.prompt.answer["number"]) == (None, 0.5)
 
 
 def test_an_empty_buffer_is_a_buffer(tmp_path: Path) -> None:
