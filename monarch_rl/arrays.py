@@ -42,8 +42,8 @@ def read(path: Path) -> tuple[Any, Arrays]:
 
 
 def pack(groups: Sequence[Group]) -> tuple[Any, Arrays]:
-    """Groups as what `write` takes, whatever their episodes hold of arrays, nouns of `types`, and what JSON can say. The rest, which may be in
-    a prompt's answer, is kept as text: the reward has seen it."""
+    """Groups as what `write` takes, whatever their episodes hold of arrays, nouns of `types`, and what JSON can say. The rest, which may
+    be in a prompt's answer, is kept as text: the reward has seen it."""
     packer = _Packer()
     about = packer.encode(list(groups))
     return about, {name: np.concatenate(parts) for name, parts in packer.parts.items()}
