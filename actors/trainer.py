@@ -45,6 +45,7 @@ class Trainer(Actor):
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
+        from monarch_rl.checkpoint import Saver
         from monarch_rl.learner import Learner
         from monarch_rl.models import load_causal_lm
 
@@ -53,7 +54,7 @@ class Trainer(Actor):
             torch.cuda.init()  # or the device mesh would choose a device by LOCAL_RANK, while each process sees just one
             torch.cuda.set_device(0)
         dist.init_process_group("nccl" if cuda else "gloo")
-        self._saving = dist.new_group(backend="gloo")
+        self._saver = Saver(dist.new_group(backend="gloo"))
         mesh = init_device_mesh("cuda" if cuda else "cpu", (self._world,), mesh_dim_names=("fsdp",))
         self._learner = Learner(
             load_causal_lm(self._config.model.path),
@@ -73,12 +74,11 @@ class Trainer(Actor):
     @endpoint(explicit_response_port=True)
     def checkpoint(self, port: Port[None], folder: Path) -> None:
         """Copy model and optimizer (collective, each rank its shards). Answers when they are written, beside the steps that follow."""
-        from monarch_rl.checkpoint import save_beside
 
         def told(error: Exception | None) -> None:
             port.send(None) if error is None else port.exception(error)
 
-        save_beside(self._learner, folder, self._saving, told)
+        self._saver.save(self._learner, folder, told)
 
     @endpoint
     def set_lr(self, lr: float) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.common import arguments, report, spread, table
-from monarch_rl.checkpoint import save_beside
+from monarch_rl.checkpoint import Saver
 from monarch_rl.config import TrainerConfig
 from monarch_rl.learner import Learner
 from monarch_rl.types import NOT_SAMPLED, Episode, Shard, Version
@@ -73,12 +73,12 @@ class Trainer:
         return took
 
 
-def measure(trainer: Trainer, folder: Path, steps: int) -> dict[str, float]:
+def measure(trainer: Trainer, saver: Saver, folder: Path, steps: int) -> dict[str, float]:
     """One turn: steps without a checkpoint, a copy, steps until one is written."""
     step_s, copy_s = trainer.steps_s(steps), trainer.copy_s()
     done: SimpleQueue[Any] = SimpleQueue()
     began = time.perf_counter()
-    save_beside(trainer.learner, folder, None, done.put)
+    saver.save(trainer.learner, folder, done.put)
     call_s = time.perf_counter() - began
     taken = 0
     while done.empty() or taken < steps:
@@ -103,7 +103,8 @@ def main() -> None:
     trainer = Trainer(learner, episodes=8, tokens=64)
     trainer.steps_s(2)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint_"))
-    turns = [measure(trainer, folder / "c", options.steps) for _ in range(options.turns)]
+    saver = Saver(None)
+    turns = [measure(trainer, saver, folder / "c", options.steps) for _ in range(1 + options.turns)][1:]  # the first gets the memory
     shutil.rmtree(folder)
     dist.destroy_process_group()
     megabytes = 3 * sum(p.numel() for p in learner.parameters) * 4 / 1e6

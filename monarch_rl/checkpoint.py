@@ -118,27 +118,36 @@ def _remove(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def save_beside(learner: Learner, folder: Path, group: ProcessGroup | None, told: Callable[[Exception | None], None]) -> None:
-    """Collective; each rank copies its shards, and writes them beside the steps that follow. `told`: that it is done, or why not; called by
-    another thread.
+class Saver:
+    """Writes the checkpoints of one trainer rank beside its steps, one after the other. Keeps the memory of a copy of the state, since
+    to get it anew takes longer than to fill it."""
 
-    Args:
-        group: of its own, with a CPU backend, since training goes on in the others.
-    """
-    from torch.distributed.checkpoint.state_dict_saver import async_save
+    def __init__(self, group: ProcessGroup | None) -> None:
+        """`group`: of its own, with a CPU backend, since training goes on in the others."""
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-    writing: Any = async_save(_state(learner), checkpoint_id=folder, process_group=group)
+        plain = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
+        self._stager, self._group = DefaultStager(plain), group
 
-    def written(done: Any) -> None:
-        try:
-            with _one_line(OSError, f"the checkpoint cannot be written in {folder}"):
-                done.result()
-        except OSError as error:
-            told(error)
-        else:
-            told(None)
+    def save(self, learner: Learner, folder: Path, told: Callable[[Exception | None], None]) -> None:
+        """Collective; each rank copies its shards and writes them afterwards. `told` that it is done, or why not, by another thread."""
+        from torch.distributed.checkpoint.state_dict_saver import async_save
 
-    writing.add_done_callback(written)
+        writing: Any = async_save(_state(learner), checkpoint_id=folder, process_group=self._group, async_stager=self._stager)
+
+        def written(done: Any) -> None:
+            try:
+                with _one_line(OSError, f"the checkpoint cannot be written in {folder}"):
+                    done.result()
+            except OSError as error:
+                told(error)
+            else:
+                told(None)
+
+        writing.add_done_callback(written)
+
+    def close(self) -> None:
+        self._stager.close()
 
 
 def load(learner: Learner, folder: Path) -> None:

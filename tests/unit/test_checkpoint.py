@@ -48,10 +48,12 @@ def train(one: Learner, steps: range) -> None:
 
 def save(one: Learner, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
     told: SimpleQueue[Exception | None] = SimpleQueue()
-    checkpoint.save_beside(one, folder, None, told.put)
+    saver = checkpoint.Saver(None)
+    saver.save(one, folder, told.put)
     meanwhile()
     if (error := told.get(timeout=100)) is not None:
         raise error
+    saver.close()
 
 
 def test_steps_that_are_taken_while_it_is_written_are_not_in_it(mesh: DeviceMesh, tmp_path: Path) -> None:
