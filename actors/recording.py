@@ -18,6 +18,9 @@ from monarch_rl.lives import Holdings
 from monarch_rl.recorded import read
 from monarch_rl.types import Group, Shard
 
+FIGURES_KEPT = 256
+"""Steps whose figures can still be asked for."""
+
 
 class Recording(Actor):
     def __init__(self, config: Config) -> None:
@@ -25,7 +28,7 @@ class Recording(Actor):
         self._folder = Path(config.replay)
         self._groups: list[Group] = []
         self._shards: dict[int, Shard] = {}
-        self._figures: dict[str, float] = {}
+        self._figures: dict[int, dict[str, float]] = {}
 
     @endpoint
     async def take(self, step: int, rank: int) -> Shard | None:
@@ -35,7 +38,8 @@ class Recording(Actor):
             if groups is None:
                 return None
             trainer = self._config.trainer
-            self._groups, self._figures = groups, figures(step, groups, [])
+            self._groups, self._figures[step] = groups, figures(step, groups, [])
+            self._figures.pop(step - FIGURES_KEPT, None)
             self._shards = dict(enumerate(make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch)))
         return self._shards.pop(rank)
 
@@ -44,8 +48,8 @@ class Recording(Actor):
 
     @endpoint
     async def stats(self, step: int) -> dict[str, float]:
-        """Of the step that was taken last."""
-        return self._figures
+        """Of a step that was taken, not too long ago."""
+        return self._figures[step]
 
     @endpoint
     async def samples(self, k: int) -> list[Group]:
