@@ -171,7 +171,7 @@ class Config:
     resume: str = "none"
     """go on from a checkpoint: latest (of output_dir; a new run where there is none), or the path of one; none: a new run"""
     record: bool = False
-    """keep the groups of each step as they are trained, for replay"""
+    """keep the groups of each step as they were trained, so that replay can train them again"""
     replay: str = ""
     """output_dir of a run with record=true, whose groups are trained again without engines and rollouts"""
     close_deadline_s: float = 10.0
