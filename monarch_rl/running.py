@@ -58,6 +58,7 @@ class Running:
         self._training: asyncio.Task[Any] | None = None
         self._halted = False
         self._published: Version | None = None
+        self._saving = asyncio.Lock()
         self._writing: asyncio.Task[None] | None = None  # a checkpoint
         self._checkpointed = 0
         self._evaluations: set[asyncio.Task[None]] = set()
@@ -137,7 +138,11 @@ class Running:
 
     async def start_checkpoint(self) -> None:
         """What is to be written is copied between two steps; the writing goes on beside the training."""
-        await self.checkpoints()  # one at a time
+        async with self._saving:
+            await self.checkpoints()  # one at a time
+            await self._start_checkpoint()
+
+    async def _start_checkpoint(self) -> None:
         async with self._turn:
             self._checkpointed = self.version.step
             folder = checkpoint.folder_of(self.output_dir, self._checkpointed)
@@ -148,9 +153,12 @@ class Running:
         self._writing.add_done_callback(_heard)
 
     async def checkpoints(self) -> None:
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            await asyncio.shield(writing)
+        if (writing := self._writing) is not None:
+            try:
+                await asyncio.shield(writing)
+            finally:
+                if self._writing is writing and writing.done():
+                    self._writing = None
 
     async def _write_checkpoint(self, folder: Path, progress: Progress, copied: Future[Any]) -> None:
         unfinished = checkpoint.unfinished(folder)
