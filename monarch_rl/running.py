@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -191,6 +192,8 @@ class Running:
             self._records.console.say(line)
         self._meshes.watch()
         await self._meshes.open()
+        if url := self._meshes.hosts.dashboard.url:
+            self._records.console.say(f"Monarch's dashboard: {url} on {socket.gethostname()}")
         self._spawn_actors(found, resumed.keep_groups)
         from monarch.spmd import setup_torch_elastic_env_async
 

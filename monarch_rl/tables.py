@@ -13,12 +13,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from monarch_rl.clocks import lane
 from monarch_rl.config import Config, UserError, label
 from monarch_rl.lives import STATES, Holdings, Life, State
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.types import NOT_SAMPLED, Episode, Generation, Group, Message, Version
 
 if TYPE_CHECKING:
+    from actors.process import Usage
     from monarch_rl.rendering import Renderer
 
 SHOWN = 12
@@ -37,7 +39,8 @@ class Table:
     note: str = ""
 
     def __repr__(self) -> str:
-        drawn = RichTable(*self.columns, title=self.title, title_justify="left", caption=self.note or None, box=box.SIMPLE)
+        shape: dict[str, Any] = {"title": self.title, "title_justify": "left", "caption": self.note or None, "box": box.SIMPLE}
+        drawn = RichTable(*self.columns, show_header=any(self.columns), **shape)
         for row in self.rows:
             drawn.add_row(*[_text(cell) for cell in row])
         console = Console(file=io.StringIO(), width=140, color_system=None, force_jupyter=False, markup=False, emoji=False)
@@ -48,7 +51,8 @@ class Table:
         head = "".join(f"<th style='text-align:left'>{escape(column)}</th>" for column in self.columns)
         body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in self.rows)
         note = f"<caption style='caption-side:bottom;text-align:left'>{escape(self.note)}</caption>" if self.note else ""
-        return f"<b>{escape(self.title)}</b><table>{note}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        head = f"<thead><tr>{head}</tr></thead>" if any(self.columns) else ""
+        return f"<b>{escape(self.title)}</b><table>{note}{head}<tbody>{body}</tbody></table>"
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,19 @@ class Coloured:
             for text, v in self.pieces
         ]
         return f"<span style='font-family:monospace;white-space:pre-wrap'>{''.join(spans)}</span>"
+
+
+@dataclass(frozen=True)
+class Link:
+    """An address to click on."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def html(self) -> str:
+        return f"<a href='{escape(self.url)}' target='_blank'>{escape(self.url)}</a>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -106,7 +123,7 @@ def _life(life: Life, now: float) -> tuple[object, ...]:
     return (life.ordinal, life.state, seconds, *claim, "-".join(sorted(set(span), key=span.index)), life.reason)
 
 
-def of_session(config: Config, state: str, version: Version, rows: Sequence[Mapping[str, Any]]) -> Table:
+def of_session(config: Config, state: str, version: Version, rows: Sequence[Mapping[str, Any]], dashboard: str = "") -> Table:
     last = rows[-1] if rows else {}
     evaluated: Mapping[str, Any] = next((row for row in reversed(rows) if "eval/accuracy" in row), {})
     listed: list[tuple[object, object]] = [
@@ -118,6 +135,7 @@ def of_session(config: Config, state: str, version: Version, rows: Sequence[Mapp
     ]
     listed += [("reward", last["reward/mean"])] if "reward/mean" in last else []
     listed += [("held-out accuracy", f"{evaluated['eval/accuracy']:.3f} @{evaluated['eval/version']}")] if evaluated else []
+    listed += [("Monarch's dashboard", Link(dashboard))] if dashboard else []
     return Table("Session", ("", ""), listed)
 
 
@@ -151,6 +169,16 @@ def of_weights(reports: Iterable[GeneratorReport], version: Version) -> Table:
     columns = ("generator", "holds step", "pull s", "pause ms", "MB", "tokens during pulls", "rejected pulls")
     rows = [(r.replica, r.step, r.pull_s, 1e3 * r.pause_s, r.bytes_per_pull / 1e6, r.tokens_during_pulls, r.rejected) for r in reports]
     return Table("Weights", columns, rows, f"the trainer has version {version}")
+
+
+def of_processes(usages: Mapping[str, Sequence[Usage] | None]) -> Table:
+    """By mesh: what each of its processes says of itself; None: it does not answer."""
+    rows: list[Sequence[object]] = []
+    for name, usage in usages.items():
+        rows += [(lane(name, 0), "no answer", "", "", "")] if usage is None else []
+        for rank, used in enumerate(usage or ()):
+            rows.append((lane(name, rank), used.host, used.pid, f"{used.memory_bytes / 2**20:.0f}", f"{used.cpu_s:.1f}"))
+    return Table("Processes", ("process", "host", "pid", "memory MB", "CPU s"), rows)
 
 
 def of_generations(prompt: str | list[Message], generations: Sequence[Generation], renderer: Renderer) -> Samples:
@@ -209,4 +237,4 @@ def _html(text: str) -> str:
 
 
 def _cell(cell: object) -> str:
-    return f"<td style='text-align:left'>{cell.html() if isinstance(cell, Coloured) else _html(_text(cell))}</td>"
+    return f"<td style='text-align:left'>{cell.html() if isinstance(cell, Coloured | Link) else _html(_text(cell))}</td>"

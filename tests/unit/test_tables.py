@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from monarch_rl.config import UserError
+from monarch_rl.config import Config, UserError
 from monarch_rl.ledger import Ledger
 from monarch_rl.lives import STATES, Life, State
-from monarch_rl.tables import Coloured, Table, of_buffer, of_lives
+from monarch_rl.tables import Coloured, Table, of_buffer, of_lives, of_session
 from monarch_rl.types import Version
 
 
@@ -28,6 +28,13 @@ def test_each_version_has_a_colour_of_its_own() -> None:
     assert html.count("#ee6677") == 1
     assert html.count("title='version 0.1'") == 2
     assert str(Coloured([("1", first), ("+", None)])) == "1+"
+
+
+def test_a_session_links_its_dashboard() -> None:
+    assert "dashboard" not in repr(of_session(Config(), "ready", Version(0, 0), []))
+    table = of_session(Config(), "ready", Version(0, 0), [], "http://127.0.0.1:1")
+    assert "http://127.0.0.1:1" in repr(table)
+    assert "<a href='http://127.0.0.1:1' target='_blank'>http://127.0.0.1:1</a>" in table._repr_html_()
 
 
 def test_an_empty_buffer_says_so() -> None:
