@@ -5,11 +5,10 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from fractions import Fraction
 from pathlib import Path
-from queue import SimpleQueue
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from monarch_rl.ledger import Ledger
 from monarch_rl.lives import Progress
 from monarch_rl.models import local_shards
 from monarch_rl.types import Group, Prompt, Version
-from tests.batches import episode, sampled_by, shards, small_model
+from tests.batches import episode, sampled_by, save, shards, small_model
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +43,6 @@ def train(one: Learner, steps: range) -> None:
         group = [episode(3, draw.randint(2, 9), draw, reward=draw.random()) for _ in range(4)]
         sampled_by(small_model(), group, 1.0)
         one.step(shards([group], step=step)[0])
-
-
-def save(one: Learner, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
-    told: SimpleQueue[Exception | None] = SimpleQueue()
-    saver = checkpoint.Saver(None)
-    saver.save(one, folder, told.put)
-    meanwhile()
-    if (error := told.get(timeout=100)) is not None:
-        raise error
-    saver.close()
 
 
 def test_steps_that_are_taken_while_it_is_written_are_not_in_it(mesh: DeviceMesh, tmp_path: Path) -> None:
