@@ -66,6 +66,8 @@ class BufferConfig:
     """ordinals from the unfinished head that may be taken out of order; 1 is strictly in order"""
     dead_groups: Literal["replace", "keep"] = "replace"
     """groups whose rewards are all equal: replaced by others, or counted as part of the batch"""
+    tail: Literal["train", "drop", "error"] = "train"
+    """what becomes of the last groups of the last epoch where they are fewer than a step takes: a smaller step, dropped, or an error"""
     max_dead_steps: int = 4
     """the run ends with an error after this many steps' worth of groups in a row without a trainable one"""
 
@@ -151,11 +153,17 @@ class Config:
     seed: int = 0
     """of prompts and sampling"""
     steps: int = 50
-    """optimizer steps"""
+    """optimizer steps, at most"""
+    epochs: int = 0
+    """the run ends when each prompt of the task was trained or dropped so many times; 0: prompts go on as long as the steps do"""
     output_dir: str = "runs/${recipe}"
     """where everything of this run goes"""
     resume: str = "none"
     """go on from a checkpoint: latest (of output_dir; a new run where there is none), or the path of one; none: a new run"""
+    record: bool = False
+    """keep the groups of each step as they were trained, so that replay can train them again"""
+    replay: str = ""
+    """output_dir of a run with record=true, whose groups are trained again without engines and rollouts"""
     close_deadline_s: float = 10.0
     """seconds that an orderly close may take before processes are ended"""
     trackers: list[TrackerName] = field(default_factory=list)
@@ -273,6 +281,7 @@ def _field_help() -> dict[tuple[str, str], str]:
 
 LEAST = {
     "seed": 0,
+    "epochs": 0,
     "generator.max_restarts": 0,
     "generator.top_k": 0,
     "buffer.max_age": 0,
@@ -308,6 +317,8 @@ def validate(config: Config) -> None:
     _check_task(config)
     if wrong := generator_config.mistake(config.generator) or cluster_config.mistake(config.cluster):
         raise ConfigError(wrong)
+    if config.replay and (config.record or config.resume != "none" or config.checkpoint.every):
+        raise ConfigError("replay: trains from the first step to the last; leave out record, resume and checkpoint.every")
     if not str(config.output_dir).strip():
         raise ConfigError("output_dir: must name a folder, e.g. runs/NAME")
     trainer = config.trainer

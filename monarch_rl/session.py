@@ -19,12 +19,13 @@ from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.output import check_output_dir, make_output_dir
 from monarch_rl.running import STOP_S, Halted, Running
 from monarch_rl.supervise import answer, cause, root
-from monarch_rl.tables import Samples, Table
+from monarch_rl.tables import BufferTable, Samples, Table
 from monarch_rl.types import Sampling
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+    from monarch_rl.lives import Life, State
     from monarch_rl.rendering import Renderer
     from monarch_rl.tasks import TaskSpec
     from monarch_rl.types import Message
@@ -56,8 +57,13 @@ class Session(Running):
                 f"another session is open in this process ({Session._open.output_dir}): close it first, `await session.close()`"
             )
         check_output_dir(self.config)
-        preflight.check(self.config)
+        _, self._task = preflight.check(self.config)
         make_output_dir(self.config)
+        if (steps := preflight.steps_of_data(self.config, self._task)) is not None:
+            asked = self.config.steps
+            self._set_steps(min(steps, asked))
+            cut = f"; steps={asked} ends the run before" if asked < steps else ""
+            self._records.console.say(f"epochs={self.config.epochs}: {_count(steps, 'step')} in the data{cut}")
         ranks, replicas = self.config.trainer.ranks, self.config.generator.replicas
         self._records.console.say(f"starting {_count(ranks, 'trainer rank')} and {_count(replicas, 'vLLM engine')}")
         Session._open = self
@@ -247,9 +253,9 @@ class Session(Running):
         return tables.of_groups(groups, self.version)
 
     @property
-    def buffer(self) -> Table:
-        """Who holds which prompt, as of the last second."""
-        return tables.of_buffer(self._records.holdings)
+    def buffer(self) -> BufferTable:
+        """Who holds which prompt, as of the last second; `await buffer.ledger()` asks for the life of each."""
+        return tables.of_buffer(self._records.holdings, self._lives)
 
     @property
     def generators(self) -> Table:
@@ -303,11 +309,19 @@ class Session(Running):
     async def _live(self) -> None:
         """The policy can be asked: the first weights are published, and the background runs."""
         self._check_open()
+        if self.config.replay:
+            raise UserError(f"a replay (of {self.config.replay}) has no generators and no replay buffer to ask")
         if self._published is None:
             await self.publish(self.version)
         await self._keep()
         if self._keeper is not None and self._keeper.done():
             raise UserError(f"this session has {self._state}")
+
+    async def _lives(self, states: Sequence[State], last: int) -> list[Life]:
+        self._check_open()
+        if self.config.replay:
+            raise UserError(f"a replay (of {self.config.replay}) has no ledger; that of the run is in its ledger.jsonl")
+        return await answer(self._buffer.lives.call_one(states, last), "replay buffer (lives)", 60.0)
 
     def _replica(self, number: int | None) -> int:
         live = self._replicas.live
