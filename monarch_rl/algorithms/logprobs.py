@@ -68,7 +68,8 @@ def _of_chunk(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Ten
     total_N = weights_NV.sum(-1)
     normaliser_N = total_N.log()
     logprobs_N = logits_NV.gather(-1, targets_N[:, None]).squeeze(-1) - normaliser_N
-    return logprobs_N, normaliser_N - torch.linalg.vecdot(weights_NV, logits_NV) / total_N, normaliser_N
+    mean_N = torch.einsum("nv,nv->n", weights_NV, logits_NV) / total_N  # without the products in memory, which vecdot would hold
+    return logprobs_N, normaliser_N - mean_N, normaliser_N
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:
