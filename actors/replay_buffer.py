@@ -245,7 +245,9 @@ class ReplayBuffer(Actor):
             self._ended = str(error)
             raise
         trainer = self._config.trainer
-        self._shards |= {(step, r): s for r, s in enumerate(make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch))}
+        dead_too = bool(trainer.kl or trainer.entropy)  # they have a gradient of these
+        shards = make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch, dead_too=dead_too)
+        self._shards |= {(step, rank): shard for rank, shard in enumerate(shards)}
         self._note(step, groups)
 
     def _note(self, step: int, groups: list[Group]) -> None:

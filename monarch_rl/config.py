@@ -21,6 +21,7 @@ from monarch_rl.cluster_config import ClusterConfig
 LossName = Literal["reinforce", "grpo", "dapo"]
 AdvantageName = Literal["mean", "grpo", "rloo"]
 CorrectionName = Literal["none", "tis"]
+KLName = Literal["k1", "k2", "k3", "unbiased"]
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
@@ -114,6 +115,14 @@ class TrainerConfig:
     """lower clip of the ratio, as 1 - clip_low"""
     clip_high: float = 0.28
     """upper clip of the ratio, as 1 + clip_high"""
+    kl: float = 0.0
+    """weight of the KL divergence to the model at model.path, kept frozen in the trainer; 0 means no such copy"""
+    kl_estimator: KLName = "k3"
+    """of KL(policy, reference) per token; unbiased: k3 times the policy ratio, right for stale tokens too"""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: added per token; reward: its sum over an episode is taken off the reward before the advantage (then k1 is the right one)"""
+    entropy: float = 0.0
+    """weight of an entropy bonus in the loss"""
     logprob_chunk: int = 1024
     """tokens whose [tokens, vocabulary] logits exist at a time"""
 
@@ -283,7 +292,7 @@ LEAST = {
 }
 """Smallest allowed value of the whole numbers that are not simply at least 1."""
 
-MAY_BE_ZERO = {"trainer.weight_decay", "trainer.max_grad_norm", "trainer.clip_low", "trainer.clip_high"}
+MAY_BE_ZERO = {f"trainer.{name}" for name in ("weight_decay", "max_grad_norm", "clip_low", "clip_high", "kl", "entropy")}
 """Numbers that are not simply above 0."""
 
 OBJECTS = ("task", "trainer.loss", "trainer.advantage")
@@ -321,6 +330,8 @@ def validate(config: Config) -> None:
     trainer = config.trainer
     if config.generator.group_size < 2:
         raise ConfigError(f"generator.group_size: must be at least 2, for trainer.advantage={trainer.advantage} compares within a group")
+    if trainer.kl_in == "reward" and trainer.kl_estimator == "unbiased":
+        raise ConfigError("trainer.kl_estimator=unbiased is for trainer.kl_in=loss: a reward has no policy ratio; take k1")
     if trainer.schedule != "constant" and trainer.warmup_steps >= config.steps:
         raise ConfigError(
             f"trainer.warmup_steps={trainer.warmup_steps} leaves no step of steps={config.steps} for trainer.schedule={trainer.schedule}"

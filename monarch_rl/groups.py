@@ -51,11 +51,12 @@ def check_ages(groups: Iterable[Group], step: int, max_age: Callable[[int], int]
                 raise AgeError(f"prompt {group.ordinal} has a token of age {ages_N.max()} at step {step}, above buffer.max_age={bound}")
 
 
-def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int) -> list[Shard]:
+def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, dead_too: bool = False) -> list[Shard]:
     """Deal the episodes of a batch to the ranks.
 
     In no shard are episodes without a trained token (unscorable, empty), and dead groups: every advantage is a difference to
-    the rest of the group, so theirs are 0. Their tokens count in the denominators all the same.
+    the rest of the group, so theirs are 0. Their tokens count in the denominators all the same. `dead_too`: dead groups are in
+    the shards, for a loss that has more terms than the policy's.
 
     Args:
         groups: of the whole batch, in the order of `Shard.rewards_PG`.
@@ -66,7 +67,7 @@ def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int) -> 
     width = max(len(group.episodes) for group in groups)
     rewards_PG = np.stack([np.pad(g.rewards_G, (0, width - len(g.episodes)), constant_values=np.nan) for g in groups])
     rewards_PG[~np.isfinite(rewards_PG)] = np.nan
-    live = [judge(group) == "trainable" for group in groups]
+    live = [judge(group) == "trainable" or dead_too for group in groups]
     trained = [(p, g, e) for p, group in enumerate(groups) if live[p] for g, e in enumerate(group.episodes) if trained_mask(e).any()]
     tokens_P = [sum(int(trained_mask(e).sum()) for e in group.episodes) for group in groups]
     shards = []

@@ -17,10 +17,11 @@ from transformers import PreTrainedModel
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.corrections import CORRECTIONS
+from monarch_rl.algorithms.kl import KL, k3
 from monarch_rl.algorithms.logprobs import mismatch_kl
 from monarch_rl.algorithms.losses import AGGREGATIONS, LOSSES, old_logprobs
 from monarch_rl.config import TrainerConfig
-from monarch_rl.models import PolicyModel, shard
+from monarch_rl.models import PolicyModel, shard, shard_reference
 from monarch_rl.packing import Batch, collate, token_ages
 from monarch_rl.types import Shard
 
@@ -56,6 +57,10 @@ class Trained(NamedTuple):
     ages_N: Tensor
     fresh_N: Tensor
     """1 where every token of the episode has age 0."""
+    kl_loss_N: Tensor
+    """The KL term of the loss, weighted likewise."""
+    reference_kl_N: Tensor
+    """k3 estimate of the KL divergence to the reference."""
 
 
 class Learner:
@@ -70,6 +75,7 @@ class Learner:
         device_mesh: DeviceMesh,
         bf16: bool = False,
         lineage: int = 0,
+        reference: PreTrainedModel | None = None,
     ) -> None:
         """Shards `causal_lm`, float32, in place.
 
@@ -79,10 +85,14 @@ class Learner:
             total_steps: where the learning rate schedule ends.
             bf16: forward and backward in bfloat16.
             lineage: trainer restarts so far, see `Version`.
+            reference: where `config.kl` is above 0, the model that the policy is held to; it is sharded and never changes.
         """
         self.config, self.total_steps, self.device_mesh, self.lineage = config, total_steps, device_mesh, lineage
         model = PolicyModel(causal_lm, config.logprob_chunk)
         self.model = shard(model, device_mesh, bf16=bf16, activation_checkpointing=config.activation_checkpointing)
+        if config.kl and reference is None:
+            raise ValueError("trainer.kl is above 0, but there is no reference to hold the policy to")
+        self.reference = reference and shard_reference(reference, device_mesh, bf16=bf16, logprob_chunk=config.logprob_chunk)
         self.parameters = list(self.model.parameters())
         self.device = self.parameters[0].device
         betas = (config.betas[0], config.betas[1])
@@ -105,13 +115,17 @@ class Learner:
             On every rank alike, save for the token that is too new; weights and optimizer are left as they were.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        advantages_PG = chosen(self.config.advantage, ADVANTAGES)(torch.from_numpy(batch.rewards_PG))
         packed = [collate([batch.episodes[i] for i in indices]) for indices in batch.microbatches]
+        references = [self._reference_logprobs(arrays) for arrays in packed]
+        rewards_PG = torch.from_numpy(batch.rewards_PG) - self._penalty(packed, references, batch)
+        advantages_PG = chosen(self.config.advantage, ADVANTAGES)(rewards_PG)
         trained = []
-        for arrays, indices in zip(packed, batch.microbatches, strict=True):
+        for arrays, indices, reference_N in zip(packed, batch.microbatches, references, strict=True):
             advantages_B = torch.tensor([float(advantages_PG[batch.places[i]]) for i in indices])
-            trained.append(self._backward(arrays, advantages_B, batch))
+            trained.append(self._backward(arrays, advantages_B, batch, reference_N))
         metrics = _metrics(trained, packed, self.device_mesh)
+        if self.reference is None:
+            del metrics["kl/ref"]
         announced = batch.total_tokens - batch.left_out_tokens
         if metrics["tokens/trained"] != announced:
             found = f"{metrics['tokens/trained']:.0f}"
@@ -119,14 +133,52 @@ class Learner:
         grad_norm = self._clip_gradients(batch.step)
         return metrics | {"grad_norm": grad_norm, "lr": self._update(batch.step)}
 
-    def _backward(self, arrays: Batch, advantages_B: Tensor, batch: Shard) -> Trained:
+    def _read(self, arrays: Batch) -> list[Tensor]:
+        """What a forward pass takes."""
+        read = (arrays.inputs_BT, arrays.positions_N, arrays.targets_N, arrays.temperatures_N)
+        return [torch.from_numpy(x).to(self.device) for x in read]
+
+    @torch.no_grad()
+    def _reference_logprobs(self, arrays: Batch) -> Tensor | None:
+        """[N] at the temperatures of sampling. An empty micro-batch is run too."""
+        if self.reference is None:
+            return None
+        logprobs_N: Tensor = self.reference(*self._read(arrays))[0]
+        return logprobs_N
+
+    def _penalty(self, packed: list[Batch], references: list[Tensor | None], batch: Shard) -> Tensor:
+        """[P, G] float64: `config.kl` times the sum of the KL estimates over an episode's trained tokens, as its sampler saw them.
+
+        The sampler's logprobs stand for the policy's: a reward is of what was done. Each rank knows of its own episodes.
+        """
+        penalty_PG = torch.zeros(batch.rewards_PG.shape, dtype=torch.float64, device=self.device)
+        if self.reference is None or self.config.kl_in == "loss":
+            return penalty_PG.cpu()
+        for arrays, indices, reference_N in zip(packed, batch.microbatches, references, strict=True):
+            assert reference_N is not None
+            behaviour_N = torch.from_numpy(arrays.logprobs_N).to(self.device)
+            kl_N = KL[self.config.kl_estimator](behaviour_N, reference_N, behaviour_N).double()
+            places_N2 = np.array(batch.places, np.int64).reshape(-1, 2)[np.array(indices, np.int64)[arrays.rows_N]]
+            penalty_PG.index_put_(torch.from_numpy(places_N2).to(self.device).unbind(-1), kl_N, accumulate=True)
+        dist.all_reduce(penalty_PG, group=self.device_mesh.get_group())
+        return self.config.kl * penalty_PG.cpu()
+
+    def _regulariser(self, logprobs_N: Tensor, entropy_N: Tensor, old_N: Tensor, reference_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[N] what is added to the policy loss, before weights: the KL term, and less the entropy bonus."""
+        kl_N, bonus_N = torch.zeros_like(logprobs_N), torch.zeros_like(logprobs_N)
+        if reference_N is not None and self.config.kl_in == "loss":
+            kl_N = self.config.kl * KL[self.config.kl_estimator](logprobs_N, reference_N, old_N)
+        if self.config.entropy:
+            bonus_N = self.config.entropy * entropy_N
+        return kl_N, -bonus_N
+
+    def _backward(self, arrays: Batch, advantages_B: Tensor, batch: Shard, reference_N: Tensor | None) -> Trained:
         """Adds the gradient of one micro-batch. An empty one is run too: other ranks wait for its collectives."""
         ages = token_ages(arrays.versions_N, batch.step, self.lineage)
         fresh = _of_fresh_rows(arrays.rows_N, ages)
-        read = (arrays.inputs_BT, arrays.positions_N, arrays.targets_N, arrays.temperatures_N)
         known = (arrays.rows_N, arrays.logprobs_N, ages, fresh)
         rows_N, behaviour_N, ages_N, fresh_N = (torch.from_numpy(x).to(self.device) for x in known)
-        logprobs_N, entropy_N = self.model(*(torch.from_numpy(x).to(self.device) for x in read))
+        logprobs_N, entropy_N = self.model(*self._read(arrays))
         own_N = logprobs_N.detach()
         # REINFORCE has no ratio of its own, so that the correction has to cover all of π / μ: "old" is the trainer itself.
         old_N = own_N if self.config.loss == "reinforce" else old_logprobs(own_N, behaviour_N, ages_N)
@@ -134,9 +186,13 @@ class Learner:
         loss_N, clipped_N = chosen(self.config.loss, LOSSES)(logprobs_N, old_N, advantages_N, self.config.clip_low, self.config.clip_high)
         weights_N = AGGREGATIONS[self.config.aggregation](rows_N, batch.total_tokens, batch.total_episodes)
         loss_N = loss_N * weights_N * CORRECTIONS[self.config.correction](old_N, behaviour_N)
+        kl_N, bonus_N = self._regulariser(logprobs_N, entropy_N, old_N, reference_N)
+        total_N = loss_N + weights_N * (kl_N + bonus_N)
         # FSDP2 averages gradients over the ranks, while the weights make the loss a sum over them.
-        (loss_N.sum() * self.device_mesh.size()).backward()
-        return Trained(loss_N.detach(), own_N, behaviour_N, entropy_N, clipped_N, ages_N, fresh_N)
+        (total_N.sum() * self.device_mesh.size()).backward()
+        drift_N = torch.zeros_like(own_N) if reference_N is None else k3(own_N, reference_N, own_N)
+        figures = loss_N.detach(), own_N, behaviour_N, entropy_N.detach(), clipped_N, ages_N, fresh_N
+        return Trained(*figures, kl_loss_N=(weights_N * kl_N).detach(), reference_kl_N=drift_N)
 
     def _clip_gradients(self, step: int) -> float:
         """Norm of the gradient over all ranks, before clipping."""
@@ -166,11 +222,12 @@ def _of_fresh_rows(rows_N: NDArray[np.int64], ages_N: NDArray[np.int64]) -> NDAr
 def _metrics(trained: list[Trained], packed: list[Batch], device_mesh: DeviceMesh) -> dict[str, float]:
     """Of all ranks' tokens, the same on every rank; one collective."""
     columns = (torch.cat(parts).double() for parts in zip(*trained, strict=True))
-    loss_N, logprobs_N, behaviour_N, entropy_N, clipped_N, ages_N, fresh_N = columns
+    loss_N, logprobs_N, behaviour_N, entropy_N, clipped_N, ages_N, fresh_N, kl_loss_N, reference_kl_N = columns
     ratio_N = (logprobs_N - behaviour_N).exp()
     gap_N = (logprobs_N - behaviour_N).abs() * fresh_N
     kl_N = mismatch_kl(logprobs_N, behaviour_N) * fresh_N
     per_token = {"loss": loss_N, "entropy": entropy_N, "clipped": clipped_N, "fresh": fresh_N, "kl": kl_N}
+    per_token |= {"kl_loss": kl_loss_N, "reference_kl": reference_kl_N}
     peaks = {"ratio": ratio_N, "age": ages_N, "gap": gap_N}
     counts = {"tokens": len(loss_N), "read": sum(b.tokens for b in packed), "padded": sum(b.inputs_BT.size for b in packed)}
     sums = {name: x_N.sum() for name, x_N in (per_token | peaks).items()} | {name: loss_N.new_tensor(n) for name, n in counts.items()}
@@ -179,7 +236,8 @@ def _metrics(trained: list[Trained], packed: list[Batch], device_mesh: DeviceMes
     tokens, fresh = max(1, total["tokens"]), max(1, total["fresh"])
     metrics = {
         "loss/policy": total["loss"],
-        "loss/kl": 0.0,  # there is no reference policy yet
+        "loss/kl": total["kl_loss"],
+        "kl/ref": total["reference_kl"] / tokens,
         "entropy": total["entropy"] / tokens,
         "ratio/mean": total["ratio"] / tokens,
         "ratio/max": most["ratio"],

@@ -107,6 +107,14 @@ def shard(model: PolicyModel, device_mesh: DeviceMesh, *, bf16: bool, activation
     return model
 
 
+def shard_reference(causal_lm: PreTrainedModel, device_mesh: DeviceMesh, *, bf16: bool, logprob_chunk: int) -> PolicyModel:
+    """A frozen copy to compare the policy with, sharded like it; between two forward passes nothing of it is gathered."""
+    model = PolicyModel(causal_lm.requires_grad_(False), logprob_chunk)
+    sharded: Any = shard(model, device_mesh, bf16=bf16, activation_checkpointing=False)
+    sharded.set_reshard_after_forward(True)
+    return model
+
+
 def decoder_layers(causal_lm: nn.Module) -> nn.ModuleList:
     """The list of layers: of all module lists the one with most parameters, the outermost where several have as many.
 
