@@ -65,6 +65,8 @@ class GeneratorConfig:
     """sampling temperature, at least 0.01"""
     max_new_tokens: int = 96
     """token budget of one episode"""
+    truncated: Literal["keep", "mask", "drop"] = "keep"
+    """episodes that their budget ended: trained like others; kept out of the loss; or out of loss and baseline, like unscorable ones"""
     engine: dict[str, Any] = field(default_factory=dict)
     """passed on to vLLM's EngineArgs, e.g. generator.engine.max_num_seqs=64"""
 

@@ -10,17 +10,18 @@ from numpy.typing import NDArray
 
 from monarch_rl.ledger import AgeError
 from monarch_rl.packing import pack, token_ages, trained_mask
-from monarch_rl.types import Group, Shard
+from monarch_rl.types import Episode, Group, Shard
 
 Verdict = Literal["trainable", "dead", "unscorable"]
 
 
 def judge(group: Group) -> Verdict:
-    """`unscorable`: no episode has a reward. `dead`: fewer than two distinct rewards, so that no episode is better than another."""
+    """`unscorable`: no episode has a reward. `dead`: there is nothing to learn, since fewer than two distinct rewards make no
+    episode better than another, or since every episode is left out of the loss (`Episode.trained`)."""
     rewards = _scores(group)
     if not rewards.size:
         return "unscorable"
-    return "trainable" if rewards.min() < rewards.max() else "dead"
+    return "trainable" if rewards.min() < rewards.max() and any(e.trained for e in group.episodes) else "dead"
 
 
 def describe(group: Group, width: int = 60) -> str:
@@ -83,7 +84,7 @@ def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, 
                 rewards_PG=rewards_PG,
                 total_tokens=sum(tokens_P),
                 left_out_tokens=sum(tokens for tokens, alive in zip(tokens_P, live, strict=True) if not alive),
-                total_episodes=int(np.isfinite(rewards_PG).sum()),
+                total_episodes=sum(_scorable(e) and e.trained for group in groups for e in group.episodes),
                 ordinals=[group.ordinal for group in groups],
             )
         )
@@ -97,7 +98,7 @@ def figures(step: int, trained: Sequence[Group], barren: Sequence[Group], lineag
     replacing dead groups does not bend the curve:
 
     - `reward/mean`, `reward/std`: mean and population standard deviation of the rewards of all scorable episodes.
-    - `reward/frac_dead_groups`: groups with fewer than two distinct rewards, per group (unscorable groups among them).
+    - `reward/frac_dead_groups`: groups with nothing to learn, see `judge`, per group (unscorable groups among them).
     - `reward/frac_unscorable`: episodes without a finite reward, per episode.
     - `episode/tokens_mean`, `episode/tokens_max`: sampled tokens of an episode.
     - `episode/frac_truncated`: episodes that their token budget ended, per episode.
@@ -130,7 +131,11 @@ def figures(step: int, trained: Sequence[Group], barren: Sequence[Group], lineag
 
 
 def _scores(group: Group) -> NDArray[np.float64]:
-    return np.array([e.reward for e in group.episodes if e.reward is not None and np.isfinite(e.reward)], dtype=np.float64)
+    return np.array([e.reward for e in group.episodes if _scorable(e)], dtype=np.float64)
+
+
+def _scorable(episode: Episode) -> bool:
+    return episode.reward is not None and bool(np.isfinite(episode.reward))
 
 
 def _mean(values: Iterable[float]) -> float:
