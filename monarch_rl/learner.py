@@ -21,9 +21,9 @@ from monarch_rl.algorithms.kl import KL, k3
 from monarch_rl.algorithms.logprobs import mismatch_kl
 from monarch_rl.algorithms.losses import AGGREGATIONS, LOSSES, old_logprobs
 from monarch_rl.config import TrainerConfig
-from monarch_rl.models import PolicyModel, shard, shard_reference
+from monarch_rl.models import PolicyModel, on_device, shard, shard_reference
 from monarch_rl.packing import Batch, collate, token_ages
-from monarch_rl.types import Shard
+from monarch_rl.types import MASK, ROUTING, Shard
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -133,17 +133,18 @@ class Learner:
         grad_norm = self._clip_gradients(batch.step)
         return metrics | {"grad_norm": grad_norm, "lr": self._update(batch.step)}
 
-    def _read(self, arrays: Batch) -> list[Tensor]:
-        """What a forward pass takes."""
+    def _read(self, arrays: Batch, *channels: str) -> list[Any]:
+        """What a forward pass takes, with these of the channels."""
         read = (arrays.inputs_BT, arrays.positions_N, arrays.targets_N, arrays.temperatures_N)
-        return [torch.from_numpy(x).to(self.device) for x in read]
+        chosen = {name: channel for name, channel in arrays.channels.items() if name in channels}
+        return [*(torch.from_numpy(x).to(self.device) for x in read), on_device(chosen, self.device)]
 
     @torch.no_grad()
     def _reference_logprobs(self, arrays: Batch) -> Tensor | None:
-        """[N] at the temperatures of sampling. An empty micro-batch is run too."""
+        """[N] of the distributions that were sampled from, but with experts of its own choice. An empty micro-batch is run too."""
         if self.reference is None:
             return None
-        logprobs_N: Tensor = self.reference(*self._read(arrays))[0]
+        logprobs_N: Tensor = self.reference(*self._read(arrays, MASK))[0]
         return logprobs_N
 
     def _penalty(self, packed: list[Batch], references: list[Tensor | None], batch: Shard) -> Tensor:
@@ -178,7 +179,7 @@ class Learner:
         fresh = _of_fresh_rows(arrays.rows_N, ages)
         known = (arrays.rows_N, arrays.logprobs_N, ages, fresh)
         rows_N, behaviour_N, ages_N, fresh_N = (torch.from_numpy(x).to(self.device) for x in known)
-        logprobs_N, entropy_N = self.model(*self._read(arrays))
+        logprobs_N, entropy_N = self.model(*self._read(arrays, MASK, ROUTING))
         own_N = logprobs_N.detach()
         # REINFORCE has no ratio of its own, so that the correction has to cover all of π / μ: "old" is the trainer itself.
         old_N = own_N if self.config.loss == "reinforce" else old_logprobs(own_N, behaviour_N, ages_N)

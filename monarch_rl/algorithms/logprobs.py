@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+LEFT_OUT = -1e30
+"""Logit of what could not be drawn: exp gives exactly 0, and unlike infinity it does no harm to products with 0."""
 
-def token_logprobs(hidden_ND: Tensor, targets_N: Tensor, head: nn.Linear, temperatures_N: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+
+class Kept(NamedTuple):
+    """Which ids could be drawn for each token: `ids_M[offsets_N1[n]:offsets_N1[n + 1]]`, or all where that is empty."""
+
+    ids_M: Tensor
+    offsets_N1: Tensor
+
+    def of(self, rows: slice) -> Kept:
+        """Of some tokens."""
+        offsets_N1 = self.offsets_N1[rows.start : rows.stop + 1]
+        return Kept(self.ids_M[int(offsets_N1[0]) : int(offsets_N1[-1])], offsets_N1 - offsets_N1[0])
+
+
+def token_logprobs(
+    hidden_ND: Tensor, targets_N: Tensor, head: nn.Linear, temperatures_N: Tensor, chunk: int, kept: Kept | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy, both [N], of softmax(head(hidden) / temperature), the temperature of each token.
+
+    With `kept` both are of the distribution over the ids that could be drawn.
 
     Logits exist for `chunk` tokens at a time; where there are more, each chunk is computed again in the backward pass, one
     product with the head more. Both results carry a gradient, are float32 (float64 where the logits are) and, for N = 0, stay
     connected to the graph.
     """
     apply: Any = _TokenLogprobs.apply  # torch gives it no type
-    logprobs_N, entropy_N = apply(hidden_ND, head.weight, head.bias, targets_N, temperatures_N, chunk)
+    logprobs_N, entropy_N = apply(hidden_ND, head.weight, head.bias, targets_N, temperatures_N, chunk, kept)
     return logprobs_N, entropy_N
 
 
@@ -26,17 +45,17 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
-        targets_N, temperatures_N, chunk = rest
+        targets_N, temperatures_N, chunk, kept = rest
         none_N = hidden_ND.new_empty(0, dtype=_at_least_float32(hidden_ND))
         parts, ctx.logits_NV = [(none_N, none_N, none_N)], None
         for rows in _chunks(len(targets_N), chunk):
-            logits_NV = _logits(hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows])
+            logits_NV = _logits(hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows], kept and kept.of(rows))
             parts.append(_of_chunk(logits_NV, targets_N[rows]))
             ctx.logits_NV = logits_NV if len(targets_N) <= chunk else None
             del logits_NV  # before the next are made
         logprobs_N, entropy_N, normaliser_N = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, entropy_N, normaliser_N)
-        ctx.chunk = chunk
+        ctx.chunk, ctx.kept = chunk, kept
         ctx.set_materialize_grads(False)
         return logprobs_N, entropy_N
 
@@ -50,7 +69,7 @@ class _TokenLogprobs(torch.autograd.Function):
         for rows in _chunks(len(targets_N), ctx.chunk):
             logits_NV, ctx.logits_NV = ctx.logits_NV, None
             if logits_NV is None:
-                logits_NV = _logits(hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows])
+                logits_NV = _logits(hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows], ctx.kept and ctx.kept.of(rows))
             entropy = None if grad_entropy_N is None else (entropy_N[rows], grad_entropy_N[rows])
             grad_NV = _logits_gradient(logits_NV.sub_(normaliser_N[rows, None]), targets_N[rows], grad_N[rows], entropy)
             grad_NV = grad_NV.div_(temperatures_N[rows, None]).to(weight_VD.dtype)
@@ -59,7 +78,7 @@ class _TokenLogprobs(torch.autograd.Function):
             if bias_grad_V is not None:
                 bias_grad_V += grad_NV.sum(0)
             del logits_NV, grad_NV
-        return hidden_grad_ND, weight_grad_VD, bias_grad_V, None, None, None
+        return hidden_grad_ND, weight_grad_VD, bias_grad_V, None, None, None, None
 
 
 def _of_chunk(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -73,13 +92,23 @@ def _of_chunk(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _chunks(tokens: int, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, tokens, chunk)]
+    return [slice(start, min(tokens, start + chunk)) for start in range(0, tokens, chunk)]
 
 
-def _logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperatures_N: Tensor) -> Tensor:
+def leave_out_(logits_NV: Tensor, kept: Kept) -> None:
+    """Set the logits of ids that could not be drawn to `LEFT_OUT`."""
+    lengths_N = kept.offsets_N1.diff()
+    left_out_NV = (lengths_N > 0)[:, None].repeat(1, logits_NV.shape[1])
+    left_out_NV[torch.repeat_interleave(lengths_N), kept.ids_M] = False
+    logits_NV.masked_fill_(left_out_NV, LEFT_OUT)
+
+
+def _logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperatures_N: Tensor, kept: Kept | None) -> Tensor:
     """Less the largest of each token, so that no digits are lost where all are large."""
     logits_NV = nn.functional.linear(hidden_ND, weight_VD, bias_V)
     logits_NV = logits_NV.to(_at_least_float32(logits_NV)).div_(temperatures_N[:, None])
+    if kept is not None:
+        leave_out_(logits_NV, kept)
     return logits_NV.sub_(logits_NV.amax(-1, keepdim=True))
 
 

@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from monarch_rl.learner import Learner
 from monarch_rl.types import Shard
 from tests.batches import shards
-from tests.cuts import LIMITS, STEP, Case, allowed, cases, gradient, learner
+from tests.cuts import LIMITS, QUICK, STEP, Case, allowed, cases, gradient, learner
 
 WORLD = 3
 PATIENCE_S = 100
 
 
 def work(place: int, folder: str, pipe: Connection) -> None:
-    """One rank: answers (ranks, dtype, shards, settings) with the gradient; None ends it."""
+    """One rank: answers (ranks, dtype, shards, config) with the gradient; None ends it."""
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=place, world_size=WORLD)
@@ -90,27 +90,27 @@ def with_an_idle_rank(dealt: list[Shard]) -> list[Shard]:
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_the_gradient_does_not_depend_on_the_ranks(ranks: Ranks, alone: dict[torch.dtype, Learner], dtype: torch.dtype) -> None:
-    @settings(max_examples=6, derandomize=True, database=None, deadline=None)
+    @settings(QUICK, max_examples=6)
     @given(case=cases())
     def holds(case: Case) -> None:
         (whole,) = shards(case.groups, budget=40, step=STEP)
-        expected = gradient(alone[dtype], whole, case.settings)
-        limit = allowed(expected, lambda config: gradient(alone[dtype], whole, config), case.settings)
+        expected = gradient(alone[dtype], whole, case.config)
+        limit = allowed(expected, lambda config: gradient(alone[dtype], whole, config), case.config)
         two, three = (shards(case.groups, n, budget=40, step=STEP) for n in (2, 3))
         for dealt in (two, three, with_an_idle_rank([whole]), with_an_idle_rank(two)):
-            assert (ranks.gradient(dtype, dealt, case.settings) - expected).norm() <= limit
+            assert (ranks.gradient(dtype, dealt, case.config) - expected).norm() <= limit
 
     holds()
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_ranks_with_nothing_to_train_give_exactly_zero(ranks: Ranks, dtype: torch.dtype) -> None:
-    @settings(max_examples=2, derandomize=True, database=None, deadline=None)
+    @settings(QUICK, max_examples=2)
     @given(case=cases())
     def holds(case: Case) -> None:
         for episode in (episode for group in case.groups for episode in group):
             episode.reward = None
         for n in (2, 3):
-            assert not ranks.gradient(dtype, shards(case.groups, n, budget=40, step=STEP), case.settings).any()
+            assert not ranks.gradient(dtype, shards(case.groups, n, budget=40, step=STEP), case.config).any()
 
     holds()
