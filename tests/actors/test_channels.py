@@ -17,6 +17,7 @@ from transformers import OlmoeConfig
 from monarch_rl.engine import Engine, EngineError
 from monarch_rl.models import PolicyModel, on_device
 from monarch_rl.packing import collate
+from monarch_rl.tasks.tiny import tiny_path
 from monarch_rl.trajectory import Trajectory
 from monarch_rl.types import MASK, ROUTING, Episode, Generation, Sampling
 from tests.engines import System, held_after, started
@@ -27,9 +28,9 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)
 TOKENS = 40
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["qwen3_untied", "qwen3_moe"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tiny", "qwen3_moe"])
 async def system(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
-    path = write_model(tmp_path_factory.mktemp("model") / request.param, request.param)
+    path = tiny_path() if request.param == "tiny" else write_model(tmp_path_factory.mktemp("model") / request.param, request.param)
     system = await started(path, keep_masks=True, keep_routing=True)
     await system.publish()
     yield system
