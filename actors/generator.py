@@ -60,6 +60,7 @@ class Generator(Actor):
             overrides=dict(config.generator.engine),
             keep_masks=config.generator.keep_mask and Sampling.of(config.generator).truncates,
             keep_routing=config.generator.keep_routing,
+            stop_texts=bool(config.generator.stop),
         )
         try:
             self._plan = await self._engine.start()

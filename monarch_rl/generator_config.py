@@ -41,6 +41,10 @@ class GeneratorConfig:
     false: the trainer chooses anew, which rounding can turn; refused for other mixtures unless false"""
     max_new_tokens: int = 96
     """token budget of one episode"""
+    stop: list[str] = field(default_factory=list)
+    """texts that end a turn, beside the model's end tokens; the ids up to the one that completes such a text are the turn, all trained"""
+    stop_ids: list[int] = field(default_factory=list)
+    """ids that end a turn, beside the model's end tokens"""
     truncated: Literal["keep", "mask", "drop"] = "keep"
     """episodes that their budget ended: trained like others; kept out of the loss; or out of loss and baseline, like unscorable ones"""
     engine: dict[str, Any] = field(default_factory=dict)
@@ -54,6 +58,8 @@ def mistake(generator: GeneratorConfig) -> str:
         return f"generator.engine.{own[0]}: not passed on to vLLM; " + (f"set {instead}" if instead else "leave it out")
     if generator.temperature < COLDEST:
         return f"generator.temperature: must be at least {COLDEST:g}, the lowest that vLLM samples at"
+    if "" in generator.stop:
+        return "generator.stop: must hold texts of at least one character each"
     for name in ("top_p", "min_p"):
         if (value := getattr(generator, name)) > 1:
             return f"generator.{name}: must be at most 1, got {value:g}"

@@ -31,6 +31,9 @@ def check(config: Config) -> tuple[Renderer, Task]:
     hosts_by_role(config, host_count(config))
     renderer = Renderer.of(config.model)
     _check_routing(config, renderer)
+    for id in config.generator.stop_ids:
+        if not renderer.knows(id):
+            raise UserError(f"generator.stop_ids: {id} is no id of the tokenizer in {renderer.directory}")
     task = _load(config)
     context = context_length(renderer.directory, config.generator.engine, cpu=config.profile != "cuda")
     if context is not None and config.generator.max_new_tokens >= context:

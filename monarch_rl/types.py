@@ -61,6 +61,8 @@ class Sampling:
     temperature: float = 1.0
     stop_ids: tuple[int, ...] = ()
     """Ids that end a turn; the one that was sampled is part of the generation and is trained."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a turn, special tokens among them; all ids up to the one that completes it are the generation."""
     top_k: int = 0
     """0: off."""
     top_p: float = 1.0
@@ -68,8 +70,9 @@ class Sampling:
 
     @classmethod
     def of(cls, generator: GeneratorConfig, stop_ids: tuple[int, ...] = ()) -> Sampling:
-        """As the configuration says."""
-        return cls(**{name: getattr(generator, name) for name in SAMPLED_BY}, stop_ids=stop_ids)
+        """As the configuration says. `stop_ids`: the model's own."""
+        drawn = {name: getattr(generator, name) for name in SAMPLED_BY}
+        return cls(**drawn, stop_ids=(*stop_ids, *generator.stop_ids), stop=tuple(generator.stop))
 
     @property
     def truncates(self) -> bool:

@@ -26,6 +26,15 @@ def test_a_mixture_whose_routing_cannot_be_kept_is_refused(tmp_path: Path) -> No
     check(config)
 
 
+@pytest.mark.parametrize("id", [-1, 10**6])
+def test_a_stop_id_that_the_tokenizer_does_not_know_is_refused(id: int) -> None:
+    """Case 68: it would never be sampled, and nothing would say so."""
+    config = Config(task=Sums)
+    config.generator.stop_ids = [5, id]
+    with pytest.raises(UserError, match=rf"^generator\.stop_ids: {id} is no id of the tokenizer in .*tiny_qwen3$"):
+        check(config)
+
+
 class Sums(Task):
     name = "sums"
 
