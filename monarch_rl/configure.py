@@ -179,7 +179,7 @@ def _parse_argument(argument: str) -> tuple[str, Any]:
             raise ConfigError(f"unknown option {argument!r}; options are --help, --print, --dry-run, settings are key=value")
         raise ConfigError(f"{COMMAND_LINE}: {argument!r} has no '='; settings are key=value, e.g. seed=0")
     key = schema().get(name)
-    if key and (key.hint is str or key.choices or (key.hint is Any and not text.startswith("["))):
+    if key and (not text.startswith("[") if key.hint is Any else key.hint is str or key.choices):
         return name, text
     try:
         return name, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
