@@ -57,6 +57,7 @@ class Trainer(Actor):
             total_steps=self._config.steps,
             device_mesh=mesh,
             bf16=self._config.model.dtype == "bfloat16",
+            length_budget=self._config.generator.max_new_tokens,
         )
 
     @endpoint

@@ -75,7 +75,7 @@ class BufferConfig:
     window: int = 1
     """ordinals from the unfinished head that may be taken out of order; 1 is strictly in order"""
     dead_groups: Literal["replace", "keep"] = "replace"
-    """groups whose rewards are all equal: replaced by others, or counted as part of the batch"""
+    """groups whose rewards are all equal: replaced by others, or kept as part of the batch"""
     max_dead_steps: int = 4
     """the run ends with an error after this many steps' worth of groups in a row without a trainable one"""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -10,17 +11,30 @@ from numpy.typing import NDArray
 
 from monarch_rl.ledger import AgeError
 from monarch_rl.packing import pack, token_ages, trained_mask
-from monarch_rl.types import Group, Shard
+from monarch_rl.types import Episode, Group, Shard
 
 Verdict = Literal["trainable", "dead", "unscorable"]
 
 
 def judge(group: Group) -> Verdict:
-    """`unscorable`: no episode has a reward. `dead`: fewer than two distinct rewards, so that no episode is better than another."""
-    rewards = _scores(group)
-    if not rewards.size:
+    """`unscorable`: no episode has a reward. `dead`: all earn the same (from every turn on), so that none is better than another."""
+    to_go = [_to_go(turns) for turns in map(turn_rewards, group.episodes) if turns]
+    if not to_go:
         return "unscorable"
-    return "trainable" if rewards.min() < rewards.max() else "dead"
+    width = max(map(len, to_go))
+    return "trainable" if len({(*one, *one[-1:] * (width - len(one))) for one in to_go}) > 1 else "dead"
+
+
+def turn_rewards(episode: Episode) -> list[float]:
+    """What each turn earned; empty where the episode is unscorable."""
+    if episode.reward is None or not np.isfinite(episode.reward):
+        return []
+    return list(episode.turn_rewards) or [0.0] * (len(episode.turn_tokens) - 1) + [episode.reward]
+
+
+def _to_go(turns: list[float]) -> tuple[float, ...]:
+    """From each turn to the end."""
+    return tuple(itertools.accumulate(reversed(turns)))[::-1]
 
 
 def describe(group: Group, width: int = 60) -> str:
@@ -51,22 +65,22 @@ def check_ages(groups: Iterable[Group], step: int, max_age: Callable[[int], int]
                 raise AgeError(f"prompt {group.ordinal} has a token of age {ages_N.max()} at step {step}, above buffer.max_age={bound}")
 
 
-def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int) -> list[Shard]:
+def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, centred: bool = True) -> list[Shard]:
     """Deal the episodes of a batch to the ranks.
 
-    In no shard are episodes without a trained token (unscorable, empty), and dead groups: every advantage is a difference to
-    the rest of the group, so theirs are 0. Their tokens count in the denominators all the same.
+    In no shard are episodes without a trained token (unscorable, empty), and, where advantages are `centred`, dead groups: each
+    advantage is then a difference to the rest of the group, so theirs are 0. Their tokens count in the denominators all the same.
 
     Args:
         groups: of the whole batch, in the order of `Shard.rewards_PG`.
         step: the optimizer step that trains them.
         ranks: trainer ranks, one shard each.
         budget: most padded tokens of a micro-batch.
+        centred: whether every advantage is a difference within its group.
     """
-    width = max(len(group.episodes) for group in groups)
-    rewards_PG = np.stack([np.pad(g.rewards_G, (0, width - len(g.episodes)), constant_values=np.nan) for g in groups])
-    rewards_PG[~np.isfinite(rewards_PG)] = np.nan
-    live = [judge(group) == "trainable" for group in groups]
+    rewards_PG, turn_rewards_PGK = reward_tables([group.episodes for group in groups])
+    verdicts = [judge(group) for group in groups]
+    live = [verdict == "trainable" or (verdict == "dead" and not centred) for verdict in verdicts]
     trained = [(p, g, e) for p, group in enumerate(groups) if live[p] for g, e in enumerate(group.episodes) if trained_mask(e).any()]
     tokens_P = [sum(int(trained_mask(e).sum()) for e in group.episodes) for group in groups]
     shards = []
@@ -80,6 +94,7 @@ def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int) -> 
                 places=[(p, g) for p, g, _ in mine],
                 microbatches=[list(range(start, start + len(run))) for start, run in zip(starts, runs, strict=False)],
                 rewards_PG=rewards_PG,
+                turn_rewards_PGK=turn_rewards_PGK,
                 total_tokens=sum(tokens_P),
                 left_out_tokens=sum(tokens for tokens, alive in zip(tokens_P, live, strict=True) if not alive),
                 total_episodes=int(np.isfinite(rewards_PG).sum()),
@@ -89,6 +104,18 @@ def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int) -> 
     return shards
 
 
+def reward_tables(groups: Sequence[Sequence[Episode]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """`Shard.rewards_PG` and `Shard.turn_rewards_PGK`."""
+    earned = [[turn_rewards(e) for e in group] for group in groups]
+    most = max([1, *(len(turns) for group in earned for turns in group)])
+    turn_rewards_PGK = np.full((len(groups), max(map(len, earned)), most), np.nan)
+    for p, group in enumerate(earned):
+        for g, turns in enumerate(group):
+            turn_rewards_PGK[p, g, : len(turns)] = turns
+    unscorable_PG = np.isnan(turn_rewards_PGK[..., 0])
+    return np.where(unscorable_PG, np.nan, np.nansum(turn_rewards_PGK, -1)), turn_rewards_PGK
+
+
 def figures(step: int, trained: Sequence[Group], barren: Sequence[Group], lineage: int = 0) -> dict[str, float]:
     """The figures of one step. `trained`: the P groups of its batch; `barren`: those dropped as dead or unscorable since the batch before.
 
@@ -96,7 +123,7 @@ def figures(step: int, trained: Sequence[Group], barren: Sequence[Group], lineag
     replacing dead groups does not bend the curve:
 
     - `reward/mean`, `reward/std`: mean and population standard deviation of the rewards of all scorable episodes.
-    - `reward/frac_dead_groups`: groups with fewer than two distinct rewards, per group (unscorable groups among them).
+    - `reward/frac_dead_groups`: groups that are dead or unscorable (see `judge`), per group.
     - `reward/frac_unscorable`: episodes without a finite reward, per episode.
     - `episode/tokens_mean`, `episode/tokens_max`: sampled tokens of an episode.
     - `episode/frac_truncated`: episodes that their token budget ended, per episode.

@@ -97,6 +97,11 @@ def listed(correction: Any) -> list[Any]:
     return list(correction) if isinstance(correction, (list, tuple)) else [correction]
 
 
+def own_functions(trainer: TrainerConfig) -> bool:
+    """Whether any of its functions is the user's own."""
+    return any(one not in ALGORITHMS[key] for key in ALGORITHMS for one in listed(getattr(trainer, key.split(".")[1])))
+
+
 def mistake(trainer: TrainerConfig) -> str:
     """What is wrong with its functions and their arguments, in a line that begins with the key; empty when nothing is."""
     for kind in ("loss", "advantage", "correction"):

@@ -111,6 +111,10 @@ class Episode(_Compact):
     """That its tokens were sampled at."""
     transcript: str = ""
     """Of an episode of several turns: the text with what the model was told in ⟨ ⟩."""
+    turn_tokens: tuple[int, ...] = ()
+    """Sampled tokens of each turn; empty: they are all of one."""
+    turn_rewards: tuple[float, ...] = ()
+    """One for each turn, `reward` is their sum; empty: the reward is of the episode, earned with the last turn."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -162,6 +166,8 @@ class Shard:
     """Indices into `episodes`, per micro-batch; every rank has the same number (one may be empty)."""
     rewards_PG: NDArray[np.float64]
     """Of the whole batch; NaN: unscorable (or no such episode)."""
+    turn_rewards_PGK: NDArray[np.float64]
+    """The same by turn; NaN: no such turn."""
     total_tokens: int
     """Sampled tokens of all scorable episodes of the whole batch: the global token-mean denominator."""
     total_episodes: int

@@ -40,7 +40,11 @@ class Bound:
     arguments: dict[str, Any]
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> Any:
-        return self.function(**{name: tensors[name] for name in self.wants}, **self.arguments)
+        try:
+            return self.function(**{name: tensors[name] for name in self.wants}, **self.arguments)
+        except Exception as error:
+            error.add_note(self.said)
+            raise
 
 
 class Terms(NamedTuple):

@@ -65,8 +65,11 @@ class Task(Protocol):
         """
         ...
 
-    def reward(self, prompt: Prompt, completion: Completion) -> float:
-        """Judges one episode. Runs in a process of its own; raising makes the episode unscorable."""
+    def reward(self, prompt: Prompt, completion: Completion) -> float | Sequence[float]:
+        """Judges one episode. Runs in a process of its own; raising makes the episode unscorable.
+
+        A list has one number for each of `completion.turns`; their sum is the episode's reward.
+        """
         ...
 
     def observe(self, prompt: Prompt, turns: Sequence[str]) -> str | list[Message] | None:
@@ -83,6 +86,8 @@ class Score(NamedTuple):
 
     reward: float | None
     error: str | None = None
+    turn_rewards: tuple[float, ...] = ()
+    """One for each turn, where the task says so; `reward` is their sum."""
 
 
 class Observation(NamedTuple):

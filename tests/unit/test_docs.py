@@ -14,7 +14,7 @@ from monarch_rl.configure import markdown_page
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-METRIC = re.compile(r"[a-z]+/[a-z][a-z_]*[a-z]")
+METRIC = re.compile(r"[a-z]+/[a-z][a-z_]*[a-z0-9]")
 EVERY_ROW = {"step", "version", "wall_s", "lr", "entropy", "grad_norm"}
 """The metrics without a slash."""
 
