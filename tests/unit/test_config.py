@@ -19,7 +19,18 @@ from monarch_rl.config import (
     schema,
     validate,
 )
-from monarch_rl.configure import find_gpu, flatten, help_table, load, nearest, provenance_table, read_recipe, recipe_names, write
+from monarch_rl.configure import (
+    PACKAGED_RECIPES,
+    find_gpu,
+    flatten,
+    help_table,
+    load,
+    nearest,
+    provenance_table,
+    read_recipe,
+    recipe_names,
+    write,
+)
 from monarch_rl.trainer_config import aggregation_of
 
 
@@ -418,6 +429,13 @@ def test_the_edge_of_what_is_allowed(arguments: str) -> None:
 def test_a_configuration_made_in_python_is_checked_too(config: Config, key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: must be"):
         validate(config)
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in PACKAGED_RECIPES.glob("*.yaml")))
+def test_every_shipped_recipe_resolves(name: str) -> None:
+    """A recipe named after a loss or an advantage has it."""
+    trainer = load([f"recipe={name}", "profile=auto"]).config.trainer
+    assert name in (trainer.loss, trainer.advantage, "grpo_qwen", "calculator")
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
