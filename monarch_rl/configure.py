@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from monarch_rl.config import Config, ConfigError, Key, is_object, label, schema, validate
+from monarch_rl.trainer_config import section_of
 
 PACKAGED_RECIPES = Path(__file__).parent.parent / "recipes"
 """Beside the package, in a checkout as in site-packages."""
@@ -236,6 +237,8 @@ def nearest(name: str) -> list[str]:
     tail = name.rpartition(".")[2]
     if same := [key for key in schema() if key.rpartition(".")[2] == tail]:
         return same
+    if args := section_of(tail):
+        return [f"{args}.{tail}"]
     score, _, best = max((_likeness(name, tail, key), -len(key.help), key.name) for key in schema().values())
     return [best] if score >= 0.6 else []
 

@@ -157,19 +157,24 @@ def nearest(name: Any, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def section_of(argument: str) -> str:
+    """Where a hyperparameter of this name is set, e.g. `trainer.loss_args`; empty where none has it."""
+    kinds = (key for key, names in ALGORITHMS.items() for name in names if argument in hyperparameters(key.split(".")[1], name))
+    return next((f"{key}_args" for key in kinds), "")
+
+
 @cache
 def hyperparameters(kind: str, name: str) -> tuple[str, ...]:
     """Of a built-in loss, advantage or correction: the parameters after `*`, read from the source, for importing it imports torch."""
-    tree = ast.parse((Path(__file__).parent / "algorithms" / f"{kind.replace('loss', 'losse')}s.py").read_text(encoding="utf-8"))
+    functions, names = _source(kind)
+    return tuple(arg.arg for arg in functions[names[name]].args.kwonlyargs)
+
+
+@cache
+def _source(kind: str) -> tuple[dict[str, ast.FunctionDef], dict[str, str]]:
+    """The functions of a file by name, and the function of each name in the table at its end."""
+    file = {"loss": "losses.py", "advantage": "advantages.py", "correction": "corrections.py"}[kind]
+    tree = ast.parse((Path(__file__).parent / "algorithms" / file).read_text(encoding="utf-8"))
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-    return tuple(arg.arg for arg in functions[_function_name(tree, name)].args.kwonlyargs)
-
-
-def _function_name(tree: ast.Module, name: str) -> str:
-    """A name stands for the function that the table at the end of the file gives it."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Dict):
-            for key, value in zip(node.keys, node.values, strict=True):
-                if isinstance(key, ast.Constant) and key.value == name and isinstance(value, ast.Name):
-                    return value.id
-    raise LookupError(name)
+    pairs = [pair for node in ast.walk(tree) if isinstance(node, ast.Dict) for pair in zip(node.keys, node.values, strict=True)]
+    return functions, {str(k.value): v.id for k, v in pairs if isinstance(k, ast.Constant) and isinstance(v, ast.Name)}

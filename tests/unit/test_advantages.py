@@ -75,7 +75,7 @@ GROUPS = st.integers(1, 5).flatmap(lambda g: st.lists(st.lists(REWARD, min_size=
 
 
 @pytest.mark.parametrize("name", get_args(AdvantageName))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(groups=GROUPS)
 def test_advantages_are_those_of_the_formulas(name: AdvantageName, groups: Groups) -> None:
     """Cases 46, 55: the whole group makes the baseline, and only its scorable episodes."""

@@ -107,7 +107,7 @@ def test_recipe_by_path_is_named_after_the_file() -> None:
 
 
 def test_unknown_recipe() -> None:
-    said = "did you mean 'grpo_qwen'? recipes: calculator, grpo_qwen; a path must end in .yaml"
+    said = "did you mean 'grpo_qwen'? recipes: calculator, cispo, dapo, grpo_qwen, gspo, rloo; a path must end in .yaml"
     assert refusal("recipe=grpo_qwne") == f"no recipe 'grpo_qwne'; {said}"
     assert refusal("recipe=no/such.yaml") == "recipe=no/such.yaml: there is no such file"
 
@@ -257,6 +257,7 @@ def test_nearest(typed: str, meant: list[str]) -> None:
         ("seed", "command line: 'seed' has no '='; settings are key=value, e.g. seed=0"),
         ("--prnt", "unknown option '--prnt'; options are --help, --print, --dry-run, settings are key=value"),
         ("zzzz=1", "command line: unknown key 'zzzz'; --help lists all keys"),
+        ("trainer.clip_low=1", "command line: unknown key 'trainer.clip_low'; did you mean 'trainer.loss_args.clip_low'?"),
         ("steps.x=1", "command line: unknown key 'steps.x'; did you mean 'steps'?"),
         ("profiles.cpu.steps=1", "command line: unknown key 'profiles.cpu.steps'; did you mean 'steps'?"),
         ("eval=3", "command line: eval is a section and takes no value (3); it holds eval.every, eval.prompts"),

@@ -163,7 +163,7 @@ def weight(aggregation: Aggregation, rows: list[Row], row: Row) -> float:
 
 
 @pytest.mark.parametrize("name", get_args(LossName))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(rows=batches(), aggregation=st.sampled_from(get_args(Aggregation)))
 def test_losses_are_those_of_the_formulas(name: LossName, rows: list[Row], aggregation: Aggregation) -> None:
     """Value and gradient of the batch loss, each loss with each aggregation."""
@@ -267,7 +267,7 @@ WEIGHTS: dict[CorrectionName, Callable[[Token, Row], float]] = {
 
 
 @pytest.mark.parametrize("name", get_args(CorrectionName))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rows=batches())
 def test_corrections_are_those_of_the_formulas(name: CorrectionName, rows: list[Row]) -> None:
     made = call(CORRECTIONS[name], tensors(rows)).tolist()
@@ -318,7 +318,7 @@ def test_a_product_that_overflows_masks_and_is_no_nan() -> None:
 # The old policy
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rows=batches())
 def test_old_policies_are_those_of_the_formulas(rows: list[Row]) -> None:
     given = tensors(rows)
