@@ -114,7 +114,7 @@ def trained_mask(episode: Episode) -> NDArray[np.bool_]:
 def turns(episode: Episode) -> NDArray[np.int64]:
     """[T] the turn that each sampled token belongs to, from 0; 0 for the others."""
     turns_T = np.zeros(len(episode.ids_T), np.int64)
-    counts = episode.turn_tokens or (episode.sampled_tokens,)
+    counts = episode.turn_tokens or [episode.sampled_tokens]
     turns_T[episode.loss_mask_T] = np.repeat(np.arange(len(counts)), counts)
     return turns_T
 

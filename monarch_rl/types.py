@@ -111,9 +111,9 @@ class Episode(_Compact):
     """That its tokens were sampled at."""
     transcript: str = ""
     """Of an episode of several turns: the text with what the model was told in ⟨ ⟩."""
-    turn_tokens: tuple[int, ...] = ()
+    turn_tokens: list[int] = field(default_factory=list)
     """Sampled tokens of each turn; empty: they are all of one."""
-    turn_rewards: tuple[float, ...] = ()
+    turn_rewards: list[float] = field(default_factory=list)
     """One for each turn, `reward` is their sum; empty: the reward is of the episode, earned with the last turn."""
 
     @property

@@ -87,8 +87,8 @@ def test_dead_groups_are_trained_where_advantages_are_no_differences_within_a_gr
 
 def test_rewards_of_turns() -> None:
     """Totals that are equal are still to be compared where turns earned differently; without parts the last turn earned all."""
-    early, late = (episode(1.0, tokens=3, turn_tokens=(1, 2), turn_rewards=parts) for parts in ((1.0, 0.0), (0.0, 1.0)))
-    whole = episode(1.0, tokens=3, turn_tokens=(1, 1, 1))
+    early, late = (episode(1.0, tokens=3, turn_tokens=[1, 2], turn_rewards=parts) for parts in ([1.0, 0.0], [0.0, 1.0]))
+    whole = episode(1.0, tokens=3, turn_tokens=[1, 1, 1])
     assert judge(group(0, early, early)) == "dead"
     assert judge(group(0, early, late)) == "trainable"
     assert judge(group(0, late, whole)) == "dead"

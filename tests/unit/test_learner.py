@@ -250,7 +250,7 @@ def turned(reward: float, turn_rewards: tuple[float, ...]) -> Episode:
     """Three turns of 1, 2 and 1 tokens, with something told in between."""
     made = episode(2, 6, random.Random(7), reward, Version(0, STEP - 1))
     made.loss_mask_T = np.array([False, False, True, False, True, True, False, True])
-    made.turn_tokens, made.turn_rewards = (1, 2, 1), turn_rewards
+    made.turn_tokens, made.turn_rewards = [1, 2, 1], list(turn_rewards)
     return made
 
 

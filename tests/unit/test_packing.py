@@ -94,7 +94,7 @@ def test_every_turn_of_a_trajectory_is_trained() -> None:
 def test_tokens_know_their_turns() -> None:
     """A turn that is empty counts, and so does one that follows at once on the one before."""
     talk = make([1, 2, 3, 4, 5, 6, 7], [False, True, True, False, True, True, True])
-    talk.turn_tokens = (2, 0, 1, 2)
+    talk.turn_tokens = [2, 0, 1, 2]
     assert collate([make([1, 2], [False, True]), talk]).turns_N.tolist() == [0, 0, 0, 2, 3, 3]
 
 
