@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from monarch_rl.algorithms.objective import TABLES
+from monarch_rl.algorithms.objective import TABLES, Objective
 from monarch_rl.config import schema
 from monarch_rl.configure import markdown_page
-from monarch_rl.trainer_config import ALGORITHMS
+from monarch_rl.trainer_config import ALGORITHMS, TrainerConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -119,3 +119,10 @@ def test_the_tables_of_losses_name_all_with_their_defaults(key: str) -> None:
 
 def test_the_table_of_old_policies_is_whole() -> None:
     assert table_of("trainer.proximal").keys() == set(schema()["trainer.proximal"].choices)
+
+
+def test_the_loss_of_the_page_can_be_used() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "losses.md").read_text(encoding="utf-8"), re.DOTALL)
+    own: dict[str, object] = {}
+    exec(code, own)
+    Objective.of(TrainerConfig(loss=own["soft"], loss_args={"cap": 3}))
