@@ -246,7 +246,7 @@ class ReplayBuffer(Actor):
             self._ended = str(error)
             raise
         trainer = self._config.trainer
-        shards = make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch, centred=is_centred(trainer.advantage))
+        shards = make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch, dead_too=not is_centred(trainer.advantage))
         self._shards |= {(step, rank): shard for rank, shard in enumerate(shards)}
         self._note(step, groups)
 

@@ -65,22 +65,21 @@ def check_ages(groups: Iterable[Group], step: int, max_age: Callable[[int], int]
                 raise AgeError(f"prompt {group.ordinal} has a token of age {ages_N.max()} at step {step}, above buffer.max_age={bound}")
 
 
-def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, centred: bool = True) -> list[Shard]:
+def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, dead_too: bool = False) -> list[Shard]:
     """Deal the episodes of a batch to the ranks.
 
-    In no shard are episodes without a trained token (unscorable, empty), and, where advantages are `centred`, dead groups: each
-    advantage is then a difference to the rest of the group, so theirs are 0. Their tokens count in the denominators all the same.
+    In no shard are episodes without a trained token (unscorable, empty), and dead groups: where every advantage is a difference to
+    the rest of the group, theirs are 0. Their tokens count in the denominators all the same. `dead_too`: dead groups are in
+    the shards, for they may have a gradient.
 
     Args:
         groups: of the whole batch, in the order of `Shard.rewards_PG`.
         step: the optimizer step that trains them.
         ranks: trainer ranks, one shard each.
         budget: most padded tokens of a micro-batch.
-        centred: whether every advantage is a difference within its group.
     """
     rewards_PG, turn_rewards_PGK = reward_tables([group.episodes for group in groups])
-    verdicts = [judge(group) for group in groups]
-    live = [verdict == "trainable" or (verdict == "dead" and not centred) for verdict in verdicts]
+    live = [judge(group) == "trainable" or dead_too for group in groups]
     trained = [(p, g, e) for p, group in enumerate(groups) if live[p] for g, e in enumerate(group.episodes) if trained_mask(e).any()]
     tokens_P = [sum(int(trained_mask(e).sum()) for e in group.episodes) for group in groups]
     shards = []

@@ -57,6 +57,8 @@ class Terms(NamedTuple):
     old_N: Tensor
     correction_N: Tensor
     """Product of the corrections."""
+    weights_N: Tensor
+    """Of the aggregation; in `loss_N` already."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Objective:
             for correction in self.corrections:
                 correction_N = correction_N * _of_shape(correction, correction(given), behaviour_N)
             weights_N = AGGREGATIONS[self.aggregation](rows_N, total_tokens, total_episodes, self.length_budget)
-        return Terms(loss_N * (weights_N * correction_N), cut_N, old_N, correction_N)
+        return Terms(loss_N * (weights_N * correction_N), cut_N, old_N, correction_N, weights_N)
 
     @property
     def _proximal(self) -> str:

@@ -80,7 +80,7 @@ def test_dead_groups_cost_no_forward_pass_but_count_in_the_denominators() -> Non
 
 def test_dead_groups_are_trained_where_advantages_are_no_differences_within_a_group() -> None:
     groups = [group(0, episode(1.0, tokens=3), episode(1.0, tokens=4)), group(1, episode(1.0, tokens=2), episode(None, tokens=5))]
-    (shard,) = make_shards(groups, step=1, ranks=1, budget=64, centred=False)
+    (shard,) = make_shards(groups, step=1, ranks=1, budget=64, dead_too=True)
     assert sorted(shard.places) == [(0, 0), (0, 1), (1, 0)]
     assert (shard.total_tokens, shard.left_out_tokens, shard.total_episodes) == (9, 0, 3)
 
