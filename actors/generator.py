@@ -38,6 +38,7 @@ class Generator(Actor):
         self._pulls = GeneratorReport(replica)
         self._report_due: asyncio.TimerHandle | None = None
         self._following: asyncio.Task[None] | None = None
+        self._shut = False
 
     @concurrent_endpoint
     async def start(self) -> LoadPlan:
@@ -113,6 +114,27 @@ class Generator(Actor):
             self._following.cancel()
 
     @concurrent_endpoint
+    async def shut_or_failed(self) -> None:
+        """Answers when this replica has been shut.
+
+        Raises:
+            EngineError: the engine fails, after which it serves nothing any more.
+        """
+        from monarch_rl.engine_setup import EngineError
+
+        try:
+            await self._engine.failed()
+        except EngineError:
+            if not self._shut:
+                raise
+
+    @concurrent_endpoint
+    async def steps(self) -> int | None:
+        """Decode steps so far; None while there is nothing to decode."""
+        stats = self._engine.stats()
+        return stats.steps if stats.running else None
+
+    @concurrent_endpoint
     async def fingerprints(self) -> dict[str, int]:
         """Engine parameter name → checksum (for tests and for comparing replicas)."""
         return await self._engine.fingerprints()
@@ -120,6 +142,7 @@ class Generator(Actor):
     @concurrent_endpoint
     async def shut(self) -> None:
         """Stop pulling and decoding."""
+        self._shut = True
         if self._following is not None:
             self._following.cancel()
         await self._engine.close()

@@ -3,7 +3,7 @@
 Owns: the latest report of each generator, and the records of all who send some. Those of its own process, which is also the
 replay buffer's, it finds itself.
 Promises: `collect` answers at once, `news` as soon as something has come since the last `collect`.
-Called by: Generator (`report`), RolloutWorker and Scorer (`records`), all without reply; the controller (`news`, `collect`).
+Called by: Generator (`report`), RolloutWorker and Scorer (`records`), all without reply; the controller (`ended`, `news`, `collect`).
 May be blocked by: nothing.
 """
 
@@ -36,6 +36,12 @@ class Metrics(Actor):
         self._reports[report.replica] = report
         self._came[report.replica] = time.monotonic()
         self._keep(f"generator {report.replica}", records)
+
+    @endpoint
+    async def ended(self, replica: int) -> None:
+        """It holds and does nothing any more; what it did stays in the sums."""
+        if replica in self._reports:
+            self._reports[replica] = replace(self._reports[replica], ended=True, asleep=False)
 
     @endpoint
     async def records(self, lane: str, records: list[Record]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -76,33 +77,51 @@ class Routes:
 
     def __init__(self, generators: Mapping[int, Generator]) -> None:
         self._generators = dict(generators)
-        self._load = dict.fromkeys(generators, 0)
-        self._returned = asyncio.Event()
+        self._load = Counter[int]()
+        self._changed = asyncio.Event()
 
     def add(self, replica: int, generator: Generator) -> None:
         self._generators[replica] = generator
-        self._load[replica] = 0
+        self._tell()
+
+    def lose(self, replica: int) -> None:
+        """Choose it no more."""
+        self._generators.pop(replica, None)
 
     async def drain(self, replica: int) -> None:
         """Choose it no more, and wait until nothing is left to come back from it."""
-        del self._generators[replica]
+        self.lose(replica)
         while self._load[replica]:
-            self._returned.clear()
-            await self._returned.wait()
-        del self._load[replica]
+            await self._changed.wait()
 
     async def generate(
         self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int, replica: int | None = None
     ) -> list[Generation]:
-        """By the replica that has least to do, or by one that has seen the beginning before and is still here."""
-        chosen = replica if replica in self._generators else min(self._generators, key=self._load.__getitem__)
-        self._load[chosen] += len(seeds)
-        try:
-            generations: list[Generation] = await self._generators[chosen].generate.call_one(ids, sampling, seeds, min_step)
-            return generations
-        finally:
-            self._load[chosen] -= len(seeds)
-            self._returned.set()
+        """By the replica that has least to do, or by one that has seen the beginning before and is still here.
+
+        A replica that is lost meanwhile is asked no more, and another does it again; where there is none, one is waited for.
+        """
+        from monarch_rl.engine_setup import is_lost
+
+        while True:
+            while not self._generators:
+                await self._changed.wait()
+            chosen = replica if replica in self._generators else min(self._generators, key=self._load.__getitem__)
+            self._load[chosen] += len(seeds)
+            try:
+                generations: list[Generation] = await self._generators[chosen].generate.call_one(ids, sampling, seeds, min_step)
+                return generations
+            except Exception as error:
+                if not is_lost(error):
+                    raise
+                self.lose(chosen)
+            finally:
+                self._load[chosen] -= len(seeds)
+                self._tell()
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
 def episode_seed(run_seed: int, purpose: str, ordinal: int, attempt: int, index: int, turn: int = 0) -> int:
@@ -159,6 +178,11 @@ class RolloutWorker(Actor):
     async def add_generator(self, replica: int, generator: Generator) -> None:
         """Requests may go there from now on."""
         self._routes.add(replica, generator)
+
+    @concurrent_endpoint
+    async def lose_generator(self, replica: int) -> None:
+        """It is gone; what it was asked is asked of others."""
+        self._routes.lose(replica)
 
     @concurrent_endpoint
     async def drain_generator(self, replica: int) -> None:

@@ -56,6 +56,10 @@ class RolloutConfig:
 class GeneratorConfig:
     replicas: int = 1
     """vLLM engines, one process mesh each"""
+    max_restarts: int = 8
+    """replicas that may be lost and replaced in a run; the next one that is lost ends it"""
+    hang_s: float = 120.0
+    """a replica that has something to decode and takes no step for so long is lost"""
     group_size: int = 8
     """episodes per prompt"""
     temperature: float = 1.0
@@ -235,6 +239,7 @@ def _field_help() -> dict[tuple[str, str], str]:
 
 LEAST = {
     "seed": 0,
+    "generator.max_restarts": 0,
     "buffer.max_age": 0,
     "trainer.warmup_steps": 0,
     "weights.slots": 2,

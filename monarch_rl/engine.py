@@ -162,6 +162,10 @@ class Engine:
         """Checkpoint tensor → checksum of what the engine holds of it, see `weights.slots.fingerprints`."""
         return await self._ask(self._fingerprints)
 
+    async def failed(self) -> None:
+        """Raises EngineError when the engine fails; until then it waits."""
+        await self._promise()
+
     def stats(self) -> EngineStats:
         since = self._asleep_since
         idle_s = self._idle_s + (time.perf_counter() - since if since is not None else 0.0)

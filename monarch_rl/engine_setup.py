@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monarch_rl.supervise import root
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -25,6 +27,13 @@ CPU_BLOCK = 32
 
 class EngineError(RuntimeError):
     """The engine cannot do what was asked; after a failure it can do nothing any more."""
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether a call to a generator failed because its process is gone, or its engine."""
+    from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+    return isinstance(root(error), (EngineError, SupervisionError))
 
 
 def context_length(directory: Path, overrides: Mapping[str, Any], *, cpu: bool) -> int | None:

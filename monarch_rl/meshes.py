@@ -92,6 +92,10 @@ class Meshes:
         finally:
             task.cancel()
 
+    def leave(self, name: str) -> None:
+        """The death of this mesh is another's to deal with: `fault` is not told."""
+        self._ended.add(name)
+
     async def death(self) -> BaseException | None:
         """Why a process died, if one has; waits for the news of what has just happened."""
         await asyncio.wait({self.fault}, timeout=DEATH_NOTICE_S)

@@ -16,7 +16,7 @@ from monarch_rl.ledger import Progress
 from monarch_rl.meshes import START_DEADLINE_S, ActorDied, Meshes
 from monarch_rl.observe.metrics import trainer_figures
 from monarch_rl.records import Records
-from monarch_rl.replicas import Replicas
+from monarch_rl.replicas import Replicas, Source
 from monarch_rl.supervise import answer, ended, root
 from monarch_rl.types import Version
 
@@ -46,7 +46,6 @@ class Running:
         self._begun = asyncio.Event()
         self._publishing = asyncio.Lock()
         self._turn = asyncio.Lock()  # held by a step, and by what must stand between two steps
-        self._scaling = asyncio.Lock()
         self._keeper: asyncio.Task[None] | None = None
         self._step_in_progress: asyncio.Task[Mapping[str, float]] | None = None
         self._unrecorded: tuple[int, Mapping[str, float]] | None = None
@@ -78,7 +77,7 @@ class Running:
         if self._published is None:
             plan = await self._replicas.started()
             rings = await answer(self._trainers.open_ring.call(plan), "trainers (staging slots)", START_DEADLINE_S)
-            self._followed = self._publishers, list(rings.values()), plan.digest
+            self._source = Source(self._publishers, list(rings.values()), plan.digest)
         elif version is not None:
             return  # the loop asks for it whenever it begins
         async with self._turn:
@@ -172,7 +171,7 @@ class Running:
 
         config, meshes = self.config, self._meshes
         metrics = meshes["replay_buffer"].spawn("metrics", Metrics)
-        self._replicas = Replicas(config, meshes, metrics)
+        self._replicas = Replicas(config, meshes, metrics, self._records.console.say)
         self._replicas.spawn(config.generator.replicas)
         self._buffer = meshes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config, progress)
         self._trainers = meshes["trainer"].spawn("trainer", Trainer, config, self._buffer)
@@ -187,8 +186,7 @@ class Running:
 
     async def _shut(self, deadline_s: float) -> None:
         """Let actors put down what they hold. One that has died, hangs or computes for longer misses nothing but this."""
-        unfollowed = [self._replicas.unfollow(number) for number in self._replicas.live]
-        await asyncio.gather(*[asyncio.wait_for(each, deadline_s) for each in unfollowed], return_exceptions=True)
+        await self._replicas.shut(deadline_s)
         with contextlib.suppress(Exception):
             await asyncio.wait_for(self._records.collect(), deadline_s)  # of the last pull and swap
         if self._keeper is not None:
@@ -217,8 +215,7 @@ class Running:
             tasks.create_task(ended(self._meshes.fault), name="watch")
             tasks.create_task(self._records.listen(), name="listen")
             tasks.create_task(self._records.write(), name="records")
-            for number in self._replicas.live:
-                tasks.create_task(self._replicas.follow(number, *self._followed), name=f"generator {number}")
+            self._replicas.begin(tasks, self._source, self._rollouts)
             self._begun.set()
             tasks.create_task(ended(self._rollouts.work.call().as_asyncio()), name="rollouts")
 

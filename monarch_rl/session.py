@@ -16,7 +16,7 @@ from monarch_rl.meshes import START_DEADLINE_S, ActorDied
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.output import check_output_dir, make_output_dir
 from monarch_rl.running import STOP_S, Halted, Running
-from monarch_rl.supervise import answer, cause, ended, root
+from monarch_rl.supervise import answer, cause, root
 from monarch_rl.tables import Samples, Table
 from monarch_rl.types import Sampling
 
@@ -169,12 +169,7 @@ class Session(Running):
         if generators < 1:
             raise UserError(f"generators={generators}: there must be at least 1")
         await self._live()
-        async with self._scaling:
-            live = self._replicas.live
-            if (more := generators - len(live)) > 0:
-                await asyncio.gather(*[self._add(number) for number in self._replicas.spawn(more)])
-            for number in sorted(live, reverse=True)[: max(0, -more)]:
-                await self._remove(number)
+        await self._replicas.scale(generators)
         return self.generators
 
     async def add_hosts(self, *addresses: str) -> list[int]:
@@ -188,22 +183,20 @@ class Session(Running):
     async def hold(self) -> None:
         """Have all generators keep the weights that they hold, until `pull` or `follow`. If training goes on, `max_age` stalls them."""
         await self._live()
-        await asyncio.gather(*[self._replicas.unfollow(number) for number in self._replicas.live])
+        await self._replicas.hold()
 
     async def pull(self, replica: int) -> Table:
         """Have a generator that holds its weights pull the newest published ones, once."""
         await self._live()
         assert self._published is not None
-        publishers, slots, _ = self._followed
-        await self._replicas.pull(self._replica(replica), publishers, slots, self._published)
+        await self._replicas.pull(self._replica(replica), self._published)
         await self._records.collect()
         return self.weights
 
     async def follow(self) -> None:
         """Have all generators follow the trainer again, after `hold`."""
         await self._live()
-        for number in self._replicas.live:
-            self._background.create_task(self._replicas.follow(number, *self._followed), name=f"generator {number}")
+        self._replicas.follow()
 
     # --- looking at it ----------------------------------------------------------------------------------------------
 
@@ -311,17 +304,6 @@ class Session(Running):
         if number is not None and number not in live:
             raise UserError(f"replica={number}: there are {', '.join(map(str, sorted(live)))}")
         return min(live) if number is None else number
-
-    async def _add(self, number: int) -> None:
-        publishers, slots, _ = self._followed
-        following = await self._replicas.add(number, publishers, slots)
-        self._background.create_task(ended(following), name=f"generator {number}")
-        await answer(self._rollouts.add_generator.call(number, self._replicas.live[number]), "rollout workers (new generator)", 60.0)
-
-    async def _remove(self, number: int) -> None:
-        await answer(self._rollouts.drain_generator.call(number), f"generator {number} (last requests)", self.config.rollout.deadline_s)
-        await self._replicas.unfollow(number)
-        await self._replicas.end(number)
 
     def _reported(self) -> list[GeneratorReport]:
         """Of the generators that are here."""

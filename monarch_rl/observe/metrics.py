@@ -35,6 +35,8 @@ class GeneratorReport:
     pause_s: float = 0.0
     """of the last swap: the time in which no decode step could run"""
     bytes_per_pull: int = 0
+    ended: bool = False
+    """it has left, or was lost"""
 
 
 class GeneratorFigures:
@@ -52,17 +54,18 @@ class GeneratorFigures:
         self._tokens, self._idle_s, self._at = tokens, idle_s, now
         if not reports:
             return {}
-        lags = [step - r.step for r in reports]
+        live = [r for r in reports if not r.ended] or reports
+        lags = [step - r.step for r in live]
         return {
             "lag/mean": sum(lags) / len(lags),
             "lag/max": float(max(lags)),
-            "sync/pull_s": max(r.pull_s for r in reports),
-            "sync/pause_s": max(r.pause_s for r in reports),
+            "sync/pull_s": max(r.pull_s for r in live),
+            "sync/pause_s": max(r.pause_s for r in live),
             "sync/rejected": float(sum(r.rejected for r in reports)),
             "sync/tokens_during_pulls": float(sum(r.tokens_during_pulls for r in reports)),
             "tokens/generated": generated,
             "throughput/generated_tok_s": generated / elapsed,
-            "idle/generator": min(1.0, max(0.0, idle / (elapsed * len(reports)))),
+            "idle/generator": min(1.0, max(0.0, idle / (elapsed * len(live)))),
         }
 
 

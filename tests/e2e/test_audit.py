@@ -85,7 +85,9 @@ def test_mixed_episodes_go_on_with_the_keys_and_values_of_older_weights(audited:
 
 def test_the_audit_notices_weights_one_step_off(audited: Audit, reference: Reference) -> None:
     last = audited.config.steps
-    for step, own in by_version(episodes(audited, lambda versions: versions == 1)).items():
+    often = {step: own for step, own in by_version(episodes(audited, lambda versions: versions == 1)).items() if len(own) >= 16}
+    assert often
+    for step, own in often.items():
         for other in {max(step - 1, 0), min(step + 1, last)} - {step}:
             gaps = reference.gaps(own[:24], lambda stretches, other=other: [run._replace(step=other) for run in stretches])
             assert gaps.max() > 100 * MOST, f"version {step} taken for {other}"
@@ -163,7 +165,7 @@ class Pair:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    wide = ["trainer.ranks=2", "generator.replicas=2", "weights.slots=2"]
+    wide = ["trainer.ranks=2", "generator.replicas=2", "weights.slots=2", "generator.hang_s=600"]
     keys = [*wide, "steps=5", "buffer.prompts_per_step=4", "buffer.dead_groups=keep", SHARED_PREFIX]
     seen = Pair(audit(tmp_path_factory.mktemp("pair") / "run", *keys))
     async with seen.audit.session() as session:

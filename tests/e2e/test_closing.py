@@ -63,8 +63,8 @@ def test_a_controller_that_is_killed_takes_everything_with_it(tmp_path: Path) ->
 
 @pytest.mark.timeout(400)
 def test_a_generator_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    """Case 19."""
-    with started(tmp_path, *LONG) as job:
+    """Case 19, where it may not be replaced."""
+    with started(tmp_path, *LONG, "generator.max_restarts=0") as job:
         job.until_steps(1)
         job.kill("generator_0 0")
         assert_died(job, "generator 0 was killed by signal 9 (SIGKILL)")

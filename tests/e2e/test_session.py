@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(400)
 DEADLINE_S = 180.0
 SMALL = [
     *("recipe=grpo_qwen", "profile=cpu", "buffer.prompts_per_step=8", "trainer.warmup_steps=1", "eval.prompts=32", "eval.every=0"),
-    *("console.rollouts_every=0", "steps=150"),
+    *("console.rollouts_every=0", "steps=600"),
 ]
 
 OTHER = [{"name": "reasoning_gym:chain_sum", "args": {"chat": False}}]
@@ -58,7 +58,7 @@ async def test_everything_works_while_it_trains(tmp_path: Path) -> None:
 
         shown = await session.step(2)
         assert [row[0] for row in shown.rows] == [1, 2]
-        assert "2 of 150" in repr(session)
+        assert "2 of 600" in repr(session)
 
         with pytest.raises(ConfigError, match=r"steps cannot change in a running session; these can: lr, temperature"):
             await session.set(steps=3)

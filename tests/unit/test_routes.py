@@ -1,0 +1,91 @@
+"""Which generator a request goes to, and what becomes of it when that one is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.rollout import Routes
+from monarch_rl.engine_setup import EngineError
+from monarch_rl.types import Sampling
+
+ASK = ([1, 2], Sampling(4), [7, 8], 0)
+
+
+class Replica:
+    """Where a generator's actor is asked: counts, and waits until it may answer or is lost."""
+
+    def __init__(self, name: str, error: Exception | None = None) -> None:
+        self.name, self.error, self.asked = name, error, 0
+        self.may_answer = asyncio.Event()
+        self.generate: Any = SimpleNamespace(call_one=self._generate)
+
+    async def _generate(self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int) -> list[str]:
+        self.asked += 1
+        await self.may_answer.wait()
+        if self.error is not None:
+            raise self.error
+        return [self.name] * len(seeds)
+
+
+def replicas(*errors: Exception | None) -> dict[int, Any]:
+    return {number: Replica(str(number), error) for number, error in enumerate(errors)}
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_what_a_lost_replica_was_asked_is_asked_of_another() -> None:
+    live = replicas(EngineError("the engine failed while decoding"), None)
+    routes = Routes(live)
+    asked = [asyncio.create_task(routes.generate(*ASK)) for _ in range(4)]
+    await settle()
+    assert (live[0].asked, live[1].asked) == (2, 2)
+    for replica in live.values():
+        replica.may_answer.set()
+    assert await asyncio.gather(*asked) == [["1", "1"]] * 4
+    assert (live[0].asked, live[1].asked) == (2, 4)
+    assert await routes.generate(*ASK, replica=0) == ["1", "1"], "an episode that it had begun goes on elsewhere"
+
+
+async def test_when_none_is_left_a_replacement_is_waited_for() -> None:
+    live = replicas(EngineError("the engine failed"))
+    live[0].may_answer.set()
+    routes = Routes(live)
+    asked = asyncio.create_task(routes.generate(*ASK))
+    await settle()
+    assert live[0].asked == 1
+    assert not asked.done()
+    new: Any = Replica("1")
+    new.may_answer.set()
+    routes.add(1, new)
+    assert await asked == ["1", "1"]
+
+
+async def test_other_errors_are_the_callers() -> None:
+    live = replicas(ValueError("temperature"), None)
+    live[0].may_answer.set()
+    routes = Routes(live)
+    with pytest.raises(ValueError, match="temperature"):
+        await routes.generate(*ASK)
+    assert live[1].asked == 0
+
+
+async def test_a_drained_replica_gives_back_what_it_has() -> None:
+    live = replicas(None, None)
+    routes = Routes(live)
+    asked = asyncio.create_task(routes.generate(*ASK))
+    await settle()
+    drained = asyncio.create_task(routes.drain(0))
+    await settle()
+    assert not drained.done()
+    live[0].may_answer.set()
+    await asyncio.gather(asked, drained)
+    live[1].may_answer.set()
+    assert await routes.generate(*ASK) == ["1", "1"]
+    await routes.drain(1)
