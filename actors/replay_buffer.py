@@ -246,7 +246,9 @@ class ReplayBuffer(Actor):
             self._ended = str(error)
             raise
         trainer = self._config.trainer
-        shards = make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch, dead_too=not is_centred(trainer.advantage))
+        # Dead groups have a gradient where advantages are no differences within a group, and of the terms beside the policy's.
+        dead_too = bool(trainer.kl or trainer.entropy) or not is_centred(trainer.advantage)
+        shards = make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch, dead_too=dead_too)
         self._shards |= {(step, rank): shard for rank, shard in enumerate(shards)}
         self._note(step, groups)
 

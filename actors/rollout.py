@@ -304,9 +304,13 @@ class RolloutWorker(Actor):
         from monarch_rl.tasks import component
 
         fixed = component(work.task, group.prompt).truncated_reward
+        rule = self._config.generator.truncated if work.split == "train" else "keep"
         asked = []
         for episode in group.episodes:
-            if episode.truncated and fixed is not None:
+            episode.trained = not (episode.truncated and rule == "mask")
+            if episode.truncated and rule == "drop":
+                episode.error = episode.error or "truncated (generator.truncated=drop)"
+            elif episode.truncated and fixed is not None:
                 episode.reward = fixed
             elif episode.error is None:
                 asked.append(episode)

@@ -66,6 +66,8 @@ class GeneratorConfig:
     """sampling temperature, at least 0.01"""
     max_new_tokens: int = 96
     """token budget of one episode"""
+    truncated: Literal["keep", "mask", "drop"] = "keep"
+    """episodes that their budget ended: trained like others; kept out of the loss; or out of loss and baseline, like unscorable ones"""
     engine: dict[str, Any] = field(default_factory=dict)
     """passed on to vLLM's EngineArgs, e.g. generator.engine.max_num_seqs=64"""
 
@@ -251,7 +253,7 @@ LEAST = {
 }
 """Smallest allowed value of the whole numbers that are not simply at least 1."""
 
-MAY_BE_ZERO = {"trainer.weight_decay", "trainer.max_grad_norm"}
+MAY_BE_ZERO = {f"trainer.{name}" for name in ("weight_decay", "max_grad_norm", "kl", "entropy")}
 """Numbers that are not simply above 0."""
 
 TASK_PART_KEYS = ("name", "weight", "args")
@@ -291,6 +293,8 @@ def validate(config: Config) -> None:
             "buffer.dead_groups=replace throws away what trainer.advantage=reinforce_pp learns from: groups whose rewards are all equal; "
             "set it to keep"
         )
+    if trainer.kl_in == "reward" and trainer.kl_estimator == "unbiased":
+        raise ConfigError("trainer.kl_estimator=unbiased is for trainer.kl_in=loss: a reward has no policy ratio; take k1")
     if trainer.schedule != "constant" and trainer.warmup_steps >= config.steps:
         raise ConfigError(
             f"trainer.warmup_steps={trainer.warmup_steps} leaves no step of steps={config.steps} for trainer.schedule={trainer.schedule}"

@@ -17,12 +17,14 @@ Verdict = Literal["trainable", "dead", "unscorable"]
 
 
 def judge(group: Group) -> Verdict:
-    """`unscorable`: no episode has a reward. `dead`: all earn the same (from every turn on), so that none is better than another."""
+    """`unscorable`: no episode has a reward. `dead`: there is nothing to learn, since all earn the same (from every turn on), so that
+    none is better than another, or since every episode is left out of the loss (`Episode.trained`)."""
     to_go = [_to_go(turns) for turns in map(turn_rewards, group.episodes) if turns]
     if not to_go:
         return "unscorable"
     width = max(map(len, to_go))
-    return "trainable" if len({(*one, *one[-1:] * (width - len(one))) for one in to_go}) > 1 else "dead"
+    differ = len({(*one, *one[-1:] * (width - len(one))) for one in to_go}) > 1
+    return "trainable" if differ and any(e.trained for e in group.episodes) else "dead"
 
 
 def turn_rewards(episode: Episode) -> list[float]:
@@ -96,7 +98,7 @@ def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, 
                 turn_rewards_PGK=turn_rewards_PGK,
                 total_tokens=sum(tokens_P),
                 left_out_tokens=sum(tokens for tokens, alive in zip(tokens_P, live, strict=True) if not alive),
-                total_episodes=int(np.isfinite(rewards_PG).sum()),
+                total_episodes=sum(_scorable(e) and e.trained for group in groups for e in group.episodes),
                 ordinals=[group.ordinal for group in groups],
             )
         )
@@ -122,7 +124,7 @@ def figures(step: int, trained: Sequence[Group], barren: Sequence[Group], lineag
     replacing dead groups does not bend the curve:
 
     - `reward/mean`, `reward/std`: mean and population standard deviation of the rewards of all scorable episodes.
-    - `reward/frac_dead_groups`: groups that are dead or unscorable (see `judge`), per group.
+    - `reward/frac_dead_groups`: groups with nothing to learn, see `judge`, per group (unscorable groups among them).
     - `reward/frac_unscorable`: episodes without a finite reward, per episode.
     - `episode/tokens_mean`, `episode/tokens_max`: sampled tokens of an episode.
     - `episode/frac_truncated`: episodes that their token budget ended, per episode.
@@ -155,7 +157,11 @@ def figures(step: int, trained: Sequence[Group], barren: Sequence[Group], lineag
 
 
 def _scores(group: Group) -> NDArray[np.float64]:
-    return np.array([e.reward for e in group.episodes if e.reward is not None and np.isfinite(e.reward)], dtype=np.float64)
+    return np.array([e.reward for e in group.episodes if _scorable(e)], dtype=np.float64)
+
+
+def _scorable(episode: Episode) -> bool:
+    return episode.reward is not None and bool(np.isfinite(episode.reward))
 
 
 def _mean(values: Iterable[float]) -> float:

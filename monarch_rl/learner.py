@@ -15,10 +15,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from monarch_rl.algorithms.corrections import PROXIMALS
+from monarch_rl.algorithms.kl import KL, k3
 from monarch_rl.algorithms.logprobs import mismatch_kl
 from monarch_rl.algorithms.losses import row_mean
 from monarch_rl.algorithms.objective import Objective
-from monarch_rl.models import PolicyModel, shard
+from monarch_rl.models import PolicyModel, shard, shard_reference
 from monarch_rl.packing import Batch, collate, token_ages
 from monarch_rl.trainer_config import TrainerConfig
 from monarch_rl.types import Shard
@@ -57,6 +59,10 @@ class Trained(NamedTuple):
     """1 / tokens of the row: adds up to the number of rows."""
     masked_rows_N: Tensor
     """1 where the corrections mask every token of the row."""
+    kl_loss_N: Tensor
+    """The KL term of the loss, weighted likewise."""
+    reference_kl_N: Tensor
+    """k3 estimate of the KL divergence to the reference."""
 
 
 class Learner:
@@ -72,6 +78,7 @@ class Learner:
         bf16: bool = False,
         lineage: int = 0,
         length_budget: int = 0,
+        reference: PreTrainedModel | None = None,
     ) -> None:
         """Shards `causal_lm`, float32, in place.
 
@@ -82,11 +89,15 @@ class Learner:
             bf16: forward and backward in bfloat16.
             lineage: trainer restarts so far, see `Version`.
             length_budget: most sampled tokens of an episode; only `trainer.aggregation=constant` needs it.
+            reference: where `config.kl` is above 0, the model that the policy is held to; it is sharded and never changes.
         """
         self.config, self.total_steps, self.device_mesh, self.lineage = config, total_steps, device_mesh, lineage
         self.objective = Objective.of(config, length_budget)
         model = PolicyModel(causal_lm, config.logprob_chunk)
         self.model = shard(model, device_mesh, bf16=bf16, activation_checkpointing=config.activation_checkpointing)
+        if config.kl and reference is None:
+            raise ValueError("trainer.kl is above 0, but there is no reference to hold the policy to")
+        self.reference = reference and shard_reference(reference, device_mesh, bf16=bf16, logprob_chunk=config.logprob_chunk)
         self.parameters = list(self.model.parameters())
         self.device = self.parameters[0].device
         betas = (config.betas[0], config.betas[1])
@@ -110,13 +121,17 @@ class Learner:
             On every rank alike, save for the token that is too new; weights and optimizer are left as they were.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        advantages_PGK = self.objective.advantages(torch.from_numpy(batch.rewards_PG), torch.from_numpy(batch.turn_rewards_PGK))
         packed = [collate([batch.episodes[i] for i in indices]) for indices in batch.microbatches]
+        references = [self._reference_logprobs(arrays) for arrays in packed]
+        rewards = torch.from_numpy(batch.rewards_PG), torch.from_numpy(batch.turn_rewards_PGK)
+        advantages_PGK = self.objective.advantages(*_less(*rewards, self._penalty(packed, references, batch)))
         trained = []
-        for arrays, indices in zip(packed, batch.microbatches, strict=True):
+        for arrays, indices, reference_N in zip(packed, batch.microbatches, references, strict=True):
             advantages_N = _of_tokens(advantages_PGK, arrays, [batch.places[i] for i in indices])
-            trained.append(self._backward(arrays, advantages_N, batch))
+            trained.append(self._backward(arrays, advantages_N, batch, reference_N))
         metrics = _metrics(trained, packed, self.device_mesh)
+        if self.reference is None:
+            del metrics["kl/ref"]
         announced = batch.total_tokens - batch.left_out_tokens
         if metrics["tokens/trained"] != announced:
             found = f"{metrics['tokens/trained']:.0f}"
@@ -124,14 +139,53 @@ class Learner:
         grad_norm = self._clip_gradients(batch.step)
         return metrics | {"grad_norm": grad_norm, "lr": self._update(batch.step)}
 
-    def _backward(self, arrays: Batch, advantages_N: Tensor, batch: Shard) -> Trained:
+    def _read(self, arrays: Batch) -> list[Tensor]:
+        """What a forward pass takes."""
+        read = (arrays.inputs_BT, arrays.positions_N, arrays.targets_N, arrays.temperatures_N)
+        return [torch.from_numpy(x).to(self.device) for x in read]
+
+    @torch.no_grad()
+    def _reference_logprobs(self, arrays: Batch) -> Tensor | None:
+        """[N] at the temperatures of sampling. An empty micro-batch is run too."""
+        if self.reference is None:
+            return None
+        logprobs_N: Tensor = self.reference(*self._read(arrays))[0]
+        return logprobs_N
+
+    def _penalty(self, packed: list[Batch], references: list[Tensor | None], batch: Shard) -> Tensor:
+        """[P, G] float64: `config.kl` times the sum of the KL estimates over an episode's trained tokens, as its sampler saw them.
+
+        The sampler's logprobs stand for the policy's: a reward is of what was done. Each rank knows of its own episodes.
+        """
+        penalty_PG = torch.zeros(batch.rewards_PG.shape, dtype=torch.float64, device=self.device)
+        if self.reference is None or self.config.kl_in == "loss":
+            return penalty_PG.cpu()
+        for arrays, indices, reference_N in zip(packed, batch.microbatches, references, strict=True):
+            assert reference_N is not None
+            behaviour_N = torch.from_numpy(arrays.logprobs_N).to(self.device)
+            kl_N = KL[self.config.kl_estimator](behaviour_N, reference_N, behaviour_N).double()
+            places_N2 = np.array(batch.places, np.int64).reshape(-1, 2)[np.array(indices, np.int64)[arrays.rows_N]]
+            penalty_PG.index_put_(torch.from_numpy(places_N2).to(self.device).unbind(-1), kl_N, accumulate=True)
+        dist.all_reduce(penalty_PG, group=self.device_mesh.get_group())
+        return self.config.kl * penalty_PG.cpu()
+
+    def _regulariser(self, logprobs_N: Tensor, entropy_N: Tensor, old_N: Tensor, reference_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[N] what is added to the policy loss, before weights: the KL term, and less the entropy bonus."""
+        kl_N, bonus_N = torch.zeros_like(logprobs_N), torch.zeros_like(logprobs_N)
+        if reference_N is not None and self.config.kl_in == "loss":
+            kl_N = self.config.kl * KL[self.config.kl_estimator](logprobs_N, reference_N, old_N)
+        if self.config.entropy:
+            bonus_N = self.config.entropy * entropy_N
+        return kl_N, -bonus_N
+
+    def _backward(self, arrays: Batch, advantages_N: Tensor, batch: Shard, reference_N: Tensor | None) -> Trained:
         """Adds the gradient of one micro-batch. An empty one is run too: other ranks wait for its collectives."""
         ages = token_ages(arrays.versions_N, batch.step, self.lineage)
         fresh = _of_fresh_rows(arrays.rows_N, ages)
-        read = (arrays.inputs_BT, arrays.positions_N, arrays.targets_N, arrays.temperatures_N)
         known = (arrays.rows_N, arrays.logprobs_N, ages, fresh)
         rows_N, behaviour_N, ages_N, fresh_N = (torch.from_numpy(x).to(self.device) for x in known)
-        logprobs_N, entropy_N = self.model(*(torch.from_numpy(x).to(self.device) for x in read))
+        logprobs_N, entropy_N = self.model(*self._read(arrays))
+        own_N = logprobs_N.detach()
         terms = self.objective.terms(
             logprobs_N,
             behaviour_N,
@@ -141,21 +195,27 @@ class Learner:
             total_tokens=batch.total_tokens,
             total_episodes=batch.total_episodes,
         )
+        # Whatever the loss's ratio is taken to: an estimate from stale tokens is of the sampler's.
+        sampled_N = PROXIMALS["auto"](own_N, behaviour_N, ages_N)
+        kl_N, bonus_N = self._regulariser(logprobs_N, entropy_N, sampled_N, reference_N)
+        total_N = terms.loss_N + terms.weights_N * (kl_N + bonus_N)
         # FSDP2 averages gradients over the ranks, while the weights make the loss a sum over them.
-        (terms.loss_N.sum() * self.device_mesh.size()).backward()
+        (total_N.sum() * self.device_mesh.size()).backward()
         kept_N = row_mean((terms.correction_N != 0).float(), rows_N)
         return Trained(
             terms.loss_N.detach(),
-            logprobs_N.detach(),
+            own_N,
             terms.old_N,
             behaviour_N,
-            entropy_N,
+            entropy_N.detach(),
             terms.cut_N,
             terms.correction_N,
             ages_N,
             fresh_N,
             1 / rows_N.bincount()[rows_N],
             kept_N == 0,
+            kl_loss_N=(terms.weights_N * kl_N).detach(),
+            reference_kl_N=torch.zeros_like(own_N) if reference_N is None else k3(own_N, reference_N, own_N),
         )
 
     def _clip_gradients(self, step: int) -> float:
@@ -173,6 +233,12 @@ class Learner:
             group["lr"] = lr
         self.optimizer.step()
         return lr
+
+
+def _less(rewards_PG: Tensor, turn_rewards_PGK: Tensor, penalty_PG: Tensor) -> tuple[Tensor, Tensor]:
+    """Rewards with a penalty taken off; of those of turns, off the last."""
+    last_PG1 = (turn_rewards_PGK.isfinite().sum(-1, keepdim=True) - 1).clamp(min=0)
+    return rewards_PG - penalty_PG, turn_rewards_PGK.scatter_add(-1, last_PG1, -penalty_PG[..., None])
 
 
 def _of_tokens(advantages_PGK: Tensor, arrays: Batch, places: list[tuple[int, int]]) -> Tensor:
@@ -207,6 +273,8 @@ def _metrics(trained: list[Trained], packed: list[Batch], device_mesh: DeviceMes
         "square": ratio_N.square(),
         "correction": t.correction_N,
         "masked": t.correction_N == 0,
+        "kl_loss": t.kl_loss_N,
+        "reference_kl": t.reference_kl_N,
         "rows": t.share_N,
         "masked_rows": t.share_N * t.masked_rows_N,
     }
@@ -229,7 +297,8 @@ def _figures(total: dict[str, float], most: dict[str, float]) -> dict[str, float
     tokens, fresh = max(1, total["tokens"]), max(1, total["fresh"])
     metrics = {
         "loss/policy": total["loss"],
-        "loss/kl": 0.0,  # there is no reference policy yet
+        "loss/kl": total["kl_loss"],
+        "kl/ref": total["reference_kl"] / tokens,
         "entropy": total["entropy"] / tokens,
         "ratio/mean": total["ratio"] / tokens,
         "ratio/max": most["ratio"],

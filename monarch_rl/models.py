@@ -82,11 +82,11 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedM
 
 @torch.no_grad()
 def _has_plain_head(causal_lm: PreTrainedModel) -> bool:
-    """Whether logits are head(last hidden state), which `PolicyModel` takes for granted."""
+    """Whether logits are head(last hidden state), with a linear head: `PolicyModel` takes that for granted."""
     ids_BT = torch.arange(8)[None]
     head = causal_lm.eval().get_output_embeddings()
     hidden_BTD = causal_lm.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-    return head is not None and torch.equal(head(hidden_BTD), causal_lm(input_ids=ids_BT, use_cache=False).logits)
+    return isinstance(head, nn.Linear) and torch.equal(head(hidden_BTD), causal_lm(input_ids=ids_BT, use_cache=False).logits)
 
 
 def shard(model: PolicyModel, device_mesh: DeviceMesh, *, bf16: bool, activation_checkpointing: bool) -> PolicyModel:
@@ -104,6 +104,14 @@ def shard(model: PolicyModel, device_mesh: DeviceMesh, *, bf16: bool, activation
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         fully_shard(layer, mesh=device_mesh, mp_policy=policy)
     fully_shard(model, mesh=device_mesh, mp_policy=policy)
+    return model
+
+
+def shard_reference(causal_lm: PreTrainedModel, device_mesh: DeviceMesh, *, bf16: bool, logprob_chunk: int) -> PolicyModel:
+    """A frozen copy to compare the policy with, sharded like it; between two forward passes nothing of it is gathered."""
+    model = PolicyModel(causal_lm.requires_grad_(False), logprob_chunk)
+    sharded: Any = shard(model, device_mesh, bf16=bf16, activation_checkpointing=False)
+    sharded.set_reshard_after_forward(True)
     return model
 
 

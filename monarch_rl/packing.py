@@ -104,8 +104,8 @@ class Batch:
 
 
 def trained_mask(episode: Episode) -> NDArray[np.bool_]:
-    """[T] True where a token enters the loss and its denominator: sampled, with a finite logprob, in a scorable episode."""
-    if episode.reward is None or not np.isfinite(episode.reward):
+    """[T] True where a token enters the loss and its denominator: sampled, with a finite logprob, in a scorable episode to be trained."""
+    if episode.reward is None or not np.isfinite(episode.reward) or not episode.trained:
         return np.zeros_like(episode.loss_mask_T)
     trained_T: NDArray[np.bool_] = episode.loss_mask_T & np.isfinite(episode.logprobs_T)
     return trained_T

@@ -16,6 +16,7 @@ LossName = Literal[
 ]
 AdvantageName = Literal["mean", "dr_grpo", "grpo", "rloo", "batch_norm", "reinforce_pp", "reinforce_pp_baseline", "reward_to_go"]
 CorrectionName = Literal["none", "tis", "tis_sequence", "icepop", "mask_sequence", "mask_geometric", "opsm", "mask_age"]
+KLName = Literal["k1", "k2", "k3", "unbiased"]
 Aggregation = Literal["token_mean", "sequence_mean", "constant"]
 
 OWN_AGGREGATION: dict[str, Aggregation] = {
@@ -68,6 +69,14 @@ class TrainerConfig:
     """weights for the gap between sampler and old policy, one or several, e.g. [tis, mask_age]; or path/to/file.py:NAME"""
     correction_args: dict[str, Any] = field(default_factory=dict)
     """hyperparameters, each for all corrections that have it, e.g. trainer.correction_args.cap=3"""
+    kl: float = 0.0
+    """weight of the KL divergence to the model at model.path, kept frozen in the trainer; 0 means no such copy"""
+    kl_estimator: KLName = "k3"
+    """of KL(policy, reference) per token; unbiased: k3 times the policy ratio, right for stale tokens too"""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """loss: added per token; reward: its sum over an episode is taken off the reward before the advantage (then k1 is the right one)"""
+    entropy: float = 0.0
+    """weight of an entropy bonus in the loss"""
     logprob_chunk: int = 1024
     """tokens whose [tokens, vocabulary] logits exist at a time"""
 

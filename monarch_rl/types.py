@@ -115,6 +115,8 @@ class Episode(_Compact):
     """Sampled tokens of each turn; empty: they are all of one."""
     turn_rewards: list[float] = field(default_factory=list)
     """One for each turn, `reward` is their sum; empty: the reward is of the episode, earned with the last turn."""
+    trained: bool = True
+    """False: left out of the loss and its denominators, though its reward is part of the baseline (`generator.truncated=mask`)."""
 
     @property
     def sampled_tokens(self) -> int:
@@ -171,7 +173,7 @@ class Shard:
     total_tokens: int
     """Sampled tokens of all scorable episodes of the whole batch: the global token-mean denominator."""
     total_episodes: int
-    """Scorable episodes of the whole batch."""
+    """Scorable episodes of the whole batch that are to be trained."""
     left_out_tokens: int = 0
     """Of `total_tokens`, those that no rank has to look at: of dead groups, whose advantages are all 0."""
     ordinals: list[int] = field(default_factory=list)

@@ -1,38 +1,104 @@
-"""Log-probabilities of given tokens from hidden states, without logits of a whole long row in float32."""
+"""Log-probabilities of given tokens from hidden states, without logits of a whole long row."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
-
-Head = Callable[[Tensor], Tensor]
-"""Hidden states [N, D] → logits [N, V]."""
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
-def token_logprobs(hidden_ND: Tensor, targets_N: Tensor, head: Head, temperatures_N: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
-    """Log-probability of each target and entropy, both [N] float32, of softmax(logits / temperature), the temperature of each token.
+def token_logprobs(hidden_ND: Tensor, targets_N: Tensor, head: nn.Linear, temperatures_N: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+    """Log-probability of each target and entropy, both [N], of softmax(head(hidden) / temperature), the temperature of each token.
 
-    Logits exist for `chunk` tokens at a time; where there are more, each chunk is computed again in the backward pass.
-    The entropy carries no gradient. N = 0 is allowed and stays connected to the graph.
+    Logits exist for `chunk` tokens at a time; where there are more, each chunk is computed again in the backward pass, one
+    product with the head more. Both results carry a gradient, are float32 (float64 where the logits are) and, for N = 0, stay
+    connected to the graph.
     """
-    if len(targets_N) <= chunk:
-        return _of_chunk(hidden_ND, targets_N, head, temperatures_N)
-    parts = [
-        checkpoint(_of_chunk, hidden, targets, head, temperatures, use_reentrant=False, preserve_rng_state=False)
-        for hidden, targets, temperatures in zip(hidden_ND.split(chunk), targets_N.split(chunk), temperatures_N.split(chunk), strict=True)
-    ]
-    return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
+    apply: Any = _TokenLogprobs.apply  # torch gives it no type
+    logprobs_N, entropy_N = apply(hidden_ND, head.weight, head.bias, targets_N, temperatures_N, chunk)
+    return logprobs_N, entropy_N
 
 
-def _of_chunk(hidden_ND: Tensor, targets_N: Tensor, head: Head, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
-    logits_NV = head(hidden_ND).float() / temperatures_N[:, None]
-    logprobs_NV = logits_NV.log_softmax(-1)
-    with torch.no_grad():
-        entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)
-    return logprobs_NV.gather(-1, targets_N[:, None]).sum(-1), entropy_N  # sum, not squeeze: FSDP2's hooks want no view
+class _TokenLogprobs(torch.autograd.Function):
+    """One chunk of logits at a time, written in place, and one gradient of the head: autograd would hold several of each."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, *rest: Any) -> tuple[Tensor, Tensor]:
+        targets_N, temperatures_N, chunk = rest
+        none_N = hidden_ND.new_empty(0, dtype=_at_least_float32(hidden_ND))
+        parts, ctx.logits_NV = [(none_N, none_N, none_N)], None
+        for rows in _chunks(len(targets_N), chunk):
+            logits_NV = _logits(hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows])
+            parts.append(_of_chunk(logits_NV, targets_N[rows]))
+            ctx.logits_NV = logits_NV if len(targets_N) <= chunk else None
+            del logits_NV  # before the next are made
+        logprobs_N, entropy_N, normaliser_N = (torch.cat(column) for column in zip(*parts, strict=True))
+        ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, entropy_N, normaliser_N)
+        ctx.chunk = chunk
+        ctx.set_materialize_grads(False)
+        return logprobs_N, entropy_N
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, entropy_N, normaliser_N = ctx.saved_tensors
+        grad_N = torch.zeros_like(normaliser_N) if grad_N is None else grad_N
+        hidden_grad_ND, weight_grad_VD = torch.zeros_like(hidden_ND), torch.zeros_like(weight_VD)
+        bias_grad_V = None if bias_V is None else torch.zeros_like(bias_V)
+        for rows in _chunks(len(targets_N), ctx.chunk):
+            logits_NV, ctx.logits_NV = ctx.logits_NV, None
+            if logits_NV is None:
+                logits_NV = _logits(hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows])
+            entropy = None if grad_entropy_N is None else (entropy_N[rows], grad_entropy_N[rows])
+            grad_NV = _logits_gradient(logits_NV.sub_(normaliser_N[rows, None]), targets_N[rows], grad_N[rows], entropy)
+            grad_NV = grad_NV.div_(temperatures_N[rows, None]).to(weight_VD.dtype)
+            torch.mm(grad_NV, weight_VD, out=hidden_grad_ND[rows])
+            weight_grad_VD.addmm_(grad_NV.T, hidden_ND[rows])
+            if bias_grad_V is not None:
+                bias_grad_V += grad_NV.sum(0)
+            del logits_NV, grad_NV
+        return hidden_grad_ND, weight_grad_VD, bias_grad_V, None, None, None
+
+
+def _of_chunk(logits_NV: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probability of the target, entropy, and what turns a logit into a log-probability."""
+    weights_NV = logits_NV.exp()
+    total_N = weights_NV.sum(-1)
+    normaliser_N = total_N.log()
+    logprobs_N = logits_NV.gather(-1, targets_N[:, None]).squeeze(-1) - normaliser_N
+    mean_N = torch.einsum("nv,nv->n", weights_NV, logits_NV) / total_N  # without the products in memory, which vecdot would hold
+    return logprobs_N, normaliser_N - mean_N, normaliser_N
+
+
+def _chunks(tokens: int, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, tokens, chunk)]
+
+
+def _logits(hidden_ND: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperatures_N: Tensor) -> Tensor:
+    """Less the largest of each token, so that no digits are lost where all are large."""
+    logits_NV = nn.functional.linear(hidden_ND, weight_VD, bias_V)
+    logits_NV = logits_NV.to(_at_least_float32(logits_NV)).div_(temperatures_N[:, None])
+    return logits_NV.sub_(logits_NV.amax(-1, keepdim=True))
+
+
+def _at_least_float32(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _logits_gradient(logprobs_NV: Tensor, targets_N: Tensor, grad_N: Tensor, entropy: tuple[Tensor, Tensor] | None) -> Tensor:
+    """g · (1[v = target] − p_v) of g · log p_target, and −g · p_v · (log p_v + H) of g · H, in place of log p.
+
+    `entropy`: H and its g.
+    """
+    if entropy is None:
+        scaled_NV = logprobs_NV.exp_().mul_(-grad_N[:, None])
+    else:
+        entropy_N, grad_entropy_N = entropy
+        factor_NV = (logprobs_NV + entropy_N[:, None]).mul_(-grad_entropy_N[:, None]).sub_(grad_N[:, None])
+        scaled_NV = logprobs_NV.exp_().mul_(factor_NV)
+    return scaled_NV.scatter_add_(-1, targets_N[:, None], grad_N[:, None])
 
 
 def mismatch_kl(logprobs_N: Tensor, behaviour_N: Tensor) -> Tensor:

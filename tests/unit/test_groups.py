@@ -70,6 +70,20 @@ def test_shards_deal_every_trained_episode_once(ranks: int) -> None:
         np.testing.assert_array_equal(shard.rewards_PG, [[1, 0, np.nan, np.nan], [1, 0, 0, np.nan]])
 
 
+def test_what_is_left_out_of_the_loss_leaves_the_denominators_and_stays_in_the_baseline() -> None:
+    """Case 49: 30 sampled tokens, 5 of them of a truncated episode under `generator.truncated=mask` → /25."""
+    groups = [group(0, episode(1.0, tokens=15), episode(0.0, tokens=10), episode(0.5, tokens=5, trained=False))]
+    (shard,) = make_shards(groups, step=1, ranks=1, budget=64)
+    assert sorted(shard.places) == [(0, 0), (0, 1)]
+    assert (shard.total_tokens, shard.left_out_tokens, shard.total_episodes) == (25, 0, 2)
+    np.testing.assert_array_equal(shard.rewards_PG, [[1, 0, 0.5]])
+
+
+def test_a_group_of_which_nothing_is_trained_is_dead() -> None:
+    assert judge(group(0, episode(1.0, trained=False), episode(0.0, trained=False))) == "dead"
+    assert judge(group(0, episode(1.0, trained=False), episode(0.0))) == "trainable"
+
+
 def test_dead_groups_cost_no_forward_pass_but_count_in_the_denominators() -> None:
     """Case 52 with `buffer.dead_groups=keep`: the loss is that of a batch in which they were trained with advantage 0."""
     groups = [group(0, episode(1.0, tokens=3), episode(1.0, tokens=4)), group(1, episode(1.0, tokens=2), episode(0.0, tokens=5))]
