@@ -24,6 +24,7 @@ from monarch_rl.ledger import AgeError, Holdings, Ledger, Lost, Progress
 from monarch_rl.observe import timeline
 from monarch_rl.observe.rollouts import RolloutsFile
 from monarch_rl.observe.seldom import Seldom
+from monarch_rl.trainer_config import is_centred
 from monarch_rl.types import Group, Lease, Prompt, Shard
 
 if TYPE_CHECKING:
@@ -245,7 +246,8 @@ class ReplayBuffer(Actor):
             self._ended = str(error)
             raise
         trainer = self._config.trainer
-        dead_too = bool(trainer.kl or trainer.entropy)  # they have a gradient of these
+        # Dead groups have a gradient where advantages are no differences within a group, and of the terms beside the policy's.
+        dead_too = bool(trainer.kl or trainer.entropy) or not is_centred(trainer.advantage)
         shards = make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch, dead_too=dead_too)
         self._shards |= {(step, rank): shard for rank, shard in enumerate(shards)}
         self._note(step, groups)

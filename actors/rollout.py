@@ -322,7 +322,7 @@ class RolloutWorker(Actor):
         texts = [episode.text for episode in episodes]
         scores = await self._ask_scorer(prompt, len(texts), lambda scorer: scorer.score.call_one(prompt, texts, work.other))
         for episode, score in zip(episodes, scores, strict=True):
-            episode.reward, episode.error = score.reward, score.error
+            episode.reward, episode.error, episode.turn_rewards = score.reward, score.error, list(score.turn_rewards)
 
     async def _ask_scorer(self, prompt: Prompt, episodes: int, ask: Callable[[Scorer], Future[Any]]) -> Any:
         """By the scorer that has least to do; each takes one episode at a time."""

@@ -58,6 +58,7 @@ class Trainer(Actor):
             total_steps=self._config.steps,
             device_mesh=mesh,
             bf16=bf16,
+            length_budget=self._config.generator.max_new_tokens,
             # Read here and nowhere else: a resume restores the policy alone, so the reference stays what it was.
             reference=load_causal_lm(model.path, torch.bfloat16 if bf16 else torch.float32) if self._config.trainer.kl else None,
         )

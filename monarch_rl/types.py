@@ -169,6 +169,10 @@ class Episode(_Compact):
     """That its tokens were sampled at."""
     transcript: str = ""
     """Of an episode of several turns: the text with what the model was told in ⟨ ⟩."""
+    turn_tokens: list[int] = field(default_factory=list)
+    """Sampled tokens of each turn; empty: they are all of one."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """One for each turn, `reward` is their sum; empty: the reward is of the episode, earned with the last turn."""
     trained: bool = True
     """False: left out of the loss and its denominators, though its reward is part of the baseline (`generator.truncated=mask`)."""
     channels: dict[str, Rows] = field(default_factory=dict)
@@ -224,6 +228,8 @@ class Shard:
     """Indices into `episodes`, per micro-batch; every rank has the same number (one may be empty)."""
     rewards_PG: NDArray[np.float64]
     """Of the whole batch; NaN: unscorable (or no such episode)."""
+    turn_rewards_PGK: NDArray[np.float64]
+    """The same by turn; NaN: no such turn."""
     total_tokens: int
     """Sampled tokens of all scorable episodes of the whole batch: the global token-mean denominator."""
     total_episodes: int

@@ -17,12 +17,14 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.algorithms.corrections import CORRECTIONS
 from monarch_rl.algorithms.losses import AGGREGATIONS, LOSSES
-from monarch_rl.config import TrainerConfig
+from monarch_rl.algorithms.objective import Objective
 from monarch_rl.learner import Learner
+from monarch_rl.trainer_config import TrainerConfig
 from monarch_rl.types import NOT_SAMPLED, Episode, Shard, Version
 from tests.batches import VOCABULARY
 
 STEP = 2
+LENGTH_BUDGET = 12
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}
 """Of a difference between two gradients that ought to be equal, relative to their size."""
 QUICK = settings(derandomize=True, database=None, deadline=None, phases=[Phase.generate])
@@ -61,6 +63,7 @@ def gradient(rank: Learner, shard: Shard, config: dict[str, Any]) -> Tensor:
     """All of it in one row, after the losses. In float32 without KL and entropy, which are small differences of large numbers."""
     dtype = rank.parameters[0].dtype
     rank.config = replace(rank.config, **config | ({"kl": 0.0, "entropy": 0.0} if dtype == torch.float32 else {}))
+    rank.objective = Objective.of(rank.config, LENGTH_BUDGET)
     metrics = rank.step(shard)
     losses = torch.tensor([metrics["loss/policy"], metrics["loss/kl"]], dtype=dtype)
     gradients = [p.grad.full_tensor().flatten() for p in rank.parameters if p.grad is not None]
@@ -75,8 +78,12 @@ def allowed(expected: Tensor, gradient: Callable[[dict[str, Any]], Tensor], conf
     """
     scale = float(expected.norm())
     if expected.dtype == torch.float32:
-        advantage: Callable[[Tensor], Tensor] = ADVANTAGES[config["advantage"]]
-        scale = max(scale, float(gradient(config | {"advantage": lambda rewards_PG: advantage(rewards_PG).abs()}).norm()))
+        objective = Objective.of(TrainerConfig(advantage=config["advantage"]))
+
+        def size(rewards_PG: Tensor, turn_rewards_PGK: Tensor) -> Tensor:
+            return objective.advantages(rewards_PG, turn_rewards_PGK).abs()
+
+        scale = max(scale, float(gradient(config | {"advantage": size}).norm()))
     return LIMITS[expected.dtype] * scale
 
 

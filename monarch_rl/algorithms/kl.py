@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from monarch_rl.config import KLName
+from monarch_rl.trainer_config import KLName
 
 
 def k1(logprobs_N: Tensor, reference_N: Tensor, old_N: Tensor) -> Tensor:

@@ -69,7 +69,8 @@ class RewardProcess:
 
     async def score(self, prompt: Prompt, completion: str, deadline_s: float) -> Score:
         """Never raises for what the reward does: that becomes `Score.error`. The deadline counts from when the reward begins."""
-        return Score(*await self._call("reward", prompt, completion, deadline_s))
+        reward, error = await self._call("reward", prompt, completion, deadline_s)
+        return Score(sum(reward), None, reward) if isinstance(reward, tuple) else Score(reward, error)
 
     async def observe(self, prompt: Prompt, turns: Sequence[str], deadline_s: float) -> Observation:
         """As `score`, for the environment's answer to the last turn."""
@@ -188,8 +189,18 @@ def _answer(task: Task, what: Call, prompt: Prompt, said: Any) -> tuple[Any, str
         return None, f"{FAULT[what]}: {_one_line(error)}"
 
 
-def _reward(task: Task, prompt: Prompt, completion: str) -> float:
-    reward = task.reward(prompt, completion if isinstance(completion, Completion) else Completion(completion))
+def _reward(task: Task, prompt: Prompt, completion: str) -> float | tuple[float, ...]:
+    """One number, or one for each turn."""
+    completion = completion if isinstance(completion, Completion) else Completion(completion)
+    reward: Any = task.reward(prompt, completion)
+    if not isinstance(reward, (list, tuple)):
+        return _number(reward)
+    if len(reward) != len(completion.turns):
+        raise Unusable(f"{NO_REWARD} a list of {len(reward)} numbers, but there are {len(completion.turns)} turns")
+    return tuple(map(_number, reward))
+
+
+def _number(reward: Any) -> float:
     if not hasattr(reward, "__float__"):
         raise Unusable(f"{NO_REWARD} {reward!r}, not a number")
     if not math.isfinite(reward):

@@ -134,6 +134,7 @@ async def test_only_what_the_model_wrote_is_trained_each_end_of_turn_included(ri
     talk = rig({"go": [said("a"), said("no.")], "goa<1>": [said("bc")], "goa<1>bc<2>": [said("d.")]})
     episode = (await talk.group()).episodes[0]
     assert sampled(episode) == [*said("a"), *said("bc"), *said("d.")]
+    assert episode.turn_tokens == [2, 3, 3]
     told = ~episode.loss_mask_T
     assert RENDERER.decode(episode.ids_T[told]) == "go<1><2>"
     assert (episode.versions_T[told] == NOT_SAMPLED).all()

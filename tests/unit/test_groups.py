@@ -92,6 +92,26 @@ def test_dead_groups_cost_no_forward_pass_but_count_in_the_denominators() -> Non
     assert (shard.total_tokens, shard.left_out_tokens, shard.total_episodes) == (14, 7, 4)
 
 
+def test_dead_groups_are_trained_where_advantages_are_no_differences_within_a_group() -> None:
+    groups = [group(0, episode(1.0, tokens=3), episode(1.0, tokens=4)), group(1, episode(1.0, tokens=2), episode(None, tokens=5))]
+    (shard,) = make_shards(groups, step=1, ranks=1, budget=64, dead_too=True)
+    assert sorted(shard.places) == [(0, 0), (0, 1), (1, 0)]
+    assert (shard.total_tokens, shard.left_out_tokens, shard.total_episodes) == (9, 0, 3)
+
+
+def test_rewards_of_turns() -> None:
+    """Totals that are equal are still to be compared where turns earned differently; without parts the last turn earned all."""
+    early, late = (episode(1.0, tokens=3, turn_tokens=[1, 2], turn_rewards=parts) for parts in ([1.0, 0.0], [0.0, 1.0]))
+    whole = episode(1.0, tokens=3, turn_tokens=[1, 1, 1])
+    assert judge(group(0, early, early)) == "dead"
+    assert judge(group(0, early, late)) == "trainable"
+    assert judge(group(0, late, whole)) == "dead"
+    (shard,) = make_shards([group(0, early, whole), group(1, episode(None), late)], step=1, ranks=1, budget=64)
+    nan = np.nan
+    np.testing.assert_array_equal(shard.turn_rewards_PGK, [[[1, 0, nan], [0, 0, 1]], [[nan] * 3, [0, 1, nan]]])
+    np.testing.assert_array_equal(shard.rewards_PG, [[1, 1], [nan, 1]])
+
+
 def test_ages_are_checked_token_by_token() -> None:
     """Cases 27, 28: one token that is too old is found and its prompt is named; so is one from the future."""
     fresh, old = group(1, episode(1.0, steps=[4, 6])), group(2, episode(1.0, steps=[5, 6]), episode(0.0, tokens=3, steps=[3, 4, 5]))

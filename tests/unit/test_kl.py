@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from monarch_rl.algorithms.kl import KL
 from monarch_rl.checkpoint import load, save
-from monarch_rl.config import Config, ConfigError, KLName, TrainerConfig, validate
+from monarch_rl.config import Config, ConfigError, validate
 from monarch_rl.groups import make_shards
 from monarch_rl.learner import Learner
+from monarch_rl.trainer_config import KLName, TrainerConfig
 from monarch_rl.types import Episode, Group, Prompt, Version
 from tests.batches import episode, plain_logprobs, sampled_by, shards, small_model
 

@@ -13,7 +13,9 @@ from monarch_rl.types import Episode, Generation
 def test_generations_and_episodes_survive_pickling() -> None:
     ids_T, logprobs_T, versions_T = np.array([3, 1], np.int32), np.array([-0.5, -1.0], np.float32), np.array([1 << 32, 5], np.int64)
     generation = Generation(ids_T, logprobs_T, versions_T, "length", replica=1)
-    episode = Episode(ids_T, np.array([False, True]), logprobs_T, versions_T, "text", None, "late", truncated=True)
+    episode = Episode(
+        ids_T, np.array([False, True]), logprobs_T, versions_T, "text", None, "late", True, turn_tokens=[1, 0], turn_rewards=[0.5, 0.0]
+    )
     for original in (generation, episode):
         for made in (pickle.loads(pickle.dumps(original)), copy.deepcopy(original)):
             assert type(made) is type(original)
