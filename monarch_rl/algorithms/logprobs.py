@@ -31,8 +31,8 @@ def token_logprobs(
 
     With `kept` both are of the distribution over the ids that could be drawn.
 
-    Logits exist for `chunk` tokens at a time; where there are more, each chunk is computed again in the backward pass, one
-    product with the head more. Both results carry a gradient, are float32 (float64 where the logits are) and, for N = 0, stay
+    Logits exist for `chunk` tokens at a time; all chunks but the last are computed again in the backward pass, one product with
+    the head more. Both results carry a gradient, are float32 (float64 where the logits are) and, for N = 0, stay
     connected to the graph.
     """
     apply: Any = _TokenLogprobs.apply  # torch gives it no type
@@ -49,10 +49,9 @@ class _TokenLogprobs(torch.autograd.Function):
         none_N = hidden_ND.new_empty(0, dtype=_at_least_float32(hidden_ND))
         parts, ctx.logits_NV = [(none_N, none_N, none_N)], None
         for rows in _chunks(len(targets_N), chunk):
-            logits_NV = _logits(hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows], kept and kept.of(rows))
-            parts.append(_of_chunk(logits_NV, targets_N[rows]))
-            ctx.logits_NV = logits_NV if len(targets_N) <= chunk else None
-            del logits_NV  # before the next are made
+            ctx.logits_NV = None  # before the next are made; the last ones stay
+            ctx.logits_NV = _logits(hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows], kept and kept.of(rows))
+            parts.append(_of_chunk(ctx.logits_NV, targets_N[rows]))
         logprobs_N, entropy_N, normaliser_N = (torch.cat(column) for column in zip(*parts, strict=True))
         ctx.save_for_backward(hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, entropy_N, normaliser_N)
         ctx.chunk, ctx.kept = chunk, kept
@@ -66,7 +65,7 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_N = torch.zeros_like(normaliser_N) if grad_N is None else grad_N
         hidden_grad_ND, weight_grad_VD = torch.zeros_like(hidden_ND), torch.zeros_like(weight_VD)
         bias_grad_V = None if bias_V is None else torch.zeros_like(bias_V)
-        for rows in _chunks(len(targets_N), ctx.chunk):
+        for rows in reversed(_chunks(len(targets_N), ctx.chunk)):
             logits_NV, ctx.logits_NV = ctx.logits_NV, None
             if logits_NV is None:
                 logits_NV = _logits(hidden_ND[rows], weight_VD, bias_V, temperatures_N[rows], ctx.kept and ctx.kept.of(rows))
