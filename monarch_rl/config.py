@@ -185,7 +185,8 @@ class Key:
         if self.free:
             return f"a mapping, e.g. {self.name}.name=value"
         if get_origin(self.hint) is list:
-            return f"a list of {', '.join(get_args(get_args(self.hint)[0])) or 'values'}"
+            (item,) = get_args(self.hint)
+            return f"a list of {', '.join(get_args(item)) or {int: 'whole numbers', str: 'texts'}[item]}"
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
         return words.get(self.hint, f"a list of {self.kind}")
 

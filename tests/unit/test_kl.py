@@ -20,6 +20,7 @@ from monarch_rl.checkpoint import load, save
 from monarch_rl.config import Config, ConfigError, validate
 from monarch_rl.groups import make_shards
 from monarch_rl.learner import Learner
+from monarch_rl.models import load_causal_lm
 from monarch_rl.trainer_config import KLName, TrainerConfig
 from monarch_rl.types import Episode, Group, Prompt, Version
 from tests.batches import episode, plain_logprobs, sampled_by, shards, small_model
@@ -167,6 +168,18 @@ def test_kl_as_reward_by_hand(mesh: DeviceMesh, groups: Any, estimator: KLName) 
 def test_a_policy_that_is_the_reference_has_exactly_no_divergence(mesh: DeviceMesh, groups: Any, estimator: KLName) -> None:
     metrics = learner(mesh, reference_seed=0, kl=BETA, kl_estimator=estimator).step(shards(groups, step=STEP)[0])
     assert (metrics["loss/kl"], metrics["kl/ref"]) == (0, 0)
+
+
+def test_in_bfloat16_too_the_reference_begins_as_the_policy(mesh: DeviceMesh, groups: Any, tmp_path: Path) -> None:
+    """The reference is kept in bfloat16, of the policy float32 weights are rounded at each step: the same numbers."""
+    small_model().save_pretrained(tmp_path)
+    config = TrainerConfig(kl=BETA, warmup_steps=0, lr=0.01)
+    policy, reference = load_causal_lm(str(tmp_path)), load_causal_lm(str(tmp_path), torch.bfloat16)
+    rank = Learner(policy, config, total_steps=10, device_mesh=mesh, bf16=True, reference=reference)
+    assert rank.reference is not None
+    assert {p.dtype for p in rank.reference.parameters()} == {torch.bfloat16}
+    drifts = [rank.step(shards(groups, step=STEP)[0])["kl/ref"] for _ in range(2)]
+    assert drifts[0] == 0 < drifts[1]
 
 
 def test_the_reference_stays_what_it_was(mesh: DeviceMesh, groups: Any) -> None:

@@ -6,7 +6,6 @@ from itertools import product
 
 from actors.rollout import episode_seed
 
-
 SEED = 4623456692532943550
 
 

@@ -7,7 +7,8 @@ import pickle
 
 import numpy as np
 
-from monarch_rl.types import Episode, Generation
+from monarch_rl.configure import load
+from monarch_rl.types import Episode, Generation, Sampling
 
 
 def test_generations_and_episodes_survive_pickling() -> None:
@@ -25,6 +26,14 @@ def test_generations_and_episodes_survive_pickling() -> None:
                 assert getattr(ours, "dtype", None) == getattr(theirs, "dtype", None)
             made.ids_T[0] = 7
     assert ids_T[0] == 3
+
+
+def test_what_ends_a_turn_is_the_models_own_and_what_the_configuration_adds() -> None:
+    generator = load(
+        ["recipe=grpo_qwen", "profile=cpu", "generator.stop=['\\n\\n', </answer>]", "generator.stop_ids=[7, 8]"]
+    ).config.generator
+    sampling = Sampling.of(generator, stop_ids=(1,))
+    assert (sampling.stop_ids, sampling.stop) == ((1, 7, 8), ("\\n\\n", "</answer>"))
 
 
 def test_an_empty_generation_survives_pickling() -> None:
