@@ -111,6 +111,10 @@ def own_functions(trainer: TrainerConfig) -> bool:
     return any(one not in ALGORITHMS[key] for key in ALGORITHMS for one in listed(getattr(trainer, key.split(".")[1])))
 
 
+DIVISORS = ("epsilon", "tau_positive", "tau_negative")
+"""Hyperparameters that keep a division from failing, or are divided by."""
+
+
 def mistake(trainer: TrainerConfig) -> str:
     """What is wrong with its functions and their arguments, in a line that begins with the key; empty when nothing is."""
     for kind in ("loss", "advantage", "correction"):
@@ -125,7 +129,7 @@ def mistake(trainer: TrainerConfig) -> str:
             if wrong := _wrong_arguments(f"trainer.{kind}_args", ", ".join(chosen), args, known):
                 return wrong
     low = trainer.loss_args.get("clip_low", 0)
-    if trainer.loss in ALGORITHMS["trainer.loss"] and low > 1:
+    if trainer.loss in ALGORITHMS["trainer.loss"] and trainer.loss != "gmpo" and low > 1:  # gmpo clips the logarithm
         return f"trainer.loss_args.clip_low: must be at most 1, got {low}"
     return ""
 
@@ -147,8 +151,10 @@ def _wrong_arguments(key: str, of: str, args: Mapping[str, Any], known: Iterable
     for name, value in args.items():
         if wrong := unknown_argument(key, of, name, known):
             return wrong
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not (math.isfinite(value) and value >= 0):
-            return f"{key}.{name}: must be a finite number of at least 0, got {value!r}"
+        above = name in DIVISORS
+        right = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if not right or value < 0 or (above and value == 0):
+            return f"{key}.{name}: must be a finite number {'above' if above else 'of at least'} 0, got {value!r}"
     return ""
 
 

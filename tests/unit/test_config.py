@@ -379,10 +379,14 @@ def test_round_trip_keeps_a_profile_that_this_machine_would_not_pick() -> None:
         ("trainer.lr=nan", "trainer.lr: must be a finite number above 0, got nan"),
         ("trainer.lr=.inf", "trainer.lr: must be a finite number above 0, got inf"),
         ("trainer.max_grad_norm=-1", "trainer.max_grad_norm: must be a finite number of at least 0, got -1.0"),
-        ("trainer.betas=[0.9, 1]", "trainer.betas: must each be at least 0 and below 1, got [0.9, 1.0]"),
+        ("trainer.betas=[0.9,1]", "trainer.betas: must each be at least 0 and below 1, got [0.9, 1.0]"),
         ("trainer.loss_args.clip_low=1.5", "trainer.loss_args.clip_low: must be at most 1, got 1.5"),
         ("trainer.loss_args.clip_hihg=1", "trainer.loss_args.clip_hihg: dapo takes clip_high, clip_low; did you mean 'clip_high'?"),
         ("trainer.loss_args.clip_high=yes", "trainer.loss_args.clip_high: must be a finite number of at least 0, got True"),
+        (
+            "trainer.advantage=grpo trainer.advantage_args.epsilon=0",
+            "trainer.advantage_args.epsilon: must be a finite number above 0, got 0",
+        ),
         ("trainer.advantage_args.epsilon=1", "trainer.advantage_args.epsilon: mean takes no arguments"),
         ("trainer.correction_args.cap=-1", "trainer.correction_args.cap: none takes no arguments"),
         ("trainer.correction=[]", "trainer.correction: must name at least one; none is a name too"),
@@ -397,7 +401,7 @@ def test_round_trip_keeps_a_profile_that_this_machine_would_not_pick() -> None:
     ],
 )
 def test_ranges(argument: str, expected: str) -> None:
-    assert refusal("recipe=grpo_qwen", argument) == expected
+    assert refusal("recipe=grpo_qwen", *argument.split()) == expected
 
 
 @pytest.mark.parametrize("key", ["trainer.warmup_steps", "eval.every", "eval.prompts", "trainer.max_grad_norm", "buffer.max_age"])

@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemm
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
 from monarch_rl.config import UserError
+from monarch_rl.groups import make_shards
 from monarch_rl.learner import Learner, learning_rate
 from monarch_rl.models import load_causal_lm, local_shards, resolve_path, save_pretrained
-from monarch_rl.trainer_config import LossName, TrainerConfig
-from monarch_rl.types import Episode, Version
+from monarch_rl.trainer_config import LossName, TrainerConfig, is_centred
+from monarch_rl.types import Episode, Group, Prompt, Version
 from tests.batches import VOCABULARY, episode, plain_logprobs, sampled_by, shards, small_model
 
 TEMPERATURE = 0.7
@@ -285,6 +286,18 @@ def test_advantages_reach_the_tokens_of_their_turns(
     learner(mesh, loss=spy, advantage=advantage).step(shards([[one, other]], step=STEP)[0])
     tokens = seen[-1].tolist()  # after the trial
     assert sorted([tokens[:4], tokens[4:]]) == [[-x for x in expected], expected]
+
+
+def test_groups_with_equal_rewards_teach_where_the_batch_is_the_baseline(mesh: DeviceMesh, groups: list[list[Episode]]) -> None:
+    """`reinforce_pp` with `buffer.dead_groups=keep`: one group is right throughout, the other wrong."""
+    for reward, group in zip((1.0, 0.0), groups, strict=True):
+        for e in group:
+            e.reward = reward
+    whole = [Group(Prompt(n, ""), group) for n, group in enumerate(groups)]
+    (shard,) = make_shards(whole, STEP, 1, 4096, dead_too=not is_centred("reinforce_pp"))
+    metrics = learner(mesh, advantage="reinforce_pp").step(shard)
+    assert metrics["tokens/trained"] == shard.total_tokens > 0
+    assert metrics["grad_norm"] > 0
 
 
 def test_tokens_of_an_older_lineage_are_never_fresh(mesh: DeviceMesh, groups: list[list[Episode]]) -> None:
