@@ -22,8 +22,10 @@ from monarch_rl.types import Shard
 from tests.batches import shards
 from tests.cuts import LIMITS, QUICK, STEP, Case, allowed, cases, gradient, learner
 
+pytestmark = pytest.mark.timeout(400)  # a busy machine starts the processes slowly
+
 WORLD = 3
-PATIENCE_S = 100
+PATIENCE_S = 300
 
 
 def work(place: int, folder: str, pipe: Connection) -> None:
@@ -90,7 +92,7 @@ def with_an_idle_rank(dealt: list[Shard]) -> list[Shard]:
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_the_gradient_does_not_depend_on_the_ranks(ranks: Ranks, alone: dict[torch.dtype, Learner], dtype: torch.dtype) -> None:
-    @settings(QUICK, max_examples=6)
+    @settings(QUICK, max_examples=4)
     @given(case=cases())
     def holds(case: Case) -> None:
         (whole,) = shards(case.groups, budget=40, step=STEP)
