@@ -261,6 +261,14 @@ class Session(Running):
         """How the weights travel."""
         return tables.of_weights(self._reported(), self.version)
 
+    async def processes(self) -> Table:
+        """Every process of this run: where it is, and what it takes."""
+        self._check_open()
+        asked = [(name, process.usage.call().as_asyncio()) for name, process in self._meshes.processes().items()]
+        answers = await asyncio.gather(*[asyncio.wait_for(reply, 10.0) for _, reply in asked], return_exceptions=True)
+        usages = [None if isinstance(reply, BaseException) else list(reply.values()) for reply in answers]
+        return tables.of_processes({name: usage for (name, _), usage in zip(asked, usages, strict=True)})
+
     @property
     def trainer(self) -> Table:
         """The last steps."""

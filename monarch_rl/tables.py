@@ -12,12 +12,14 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
+from monarch_rl.clocks import lane
 from monarch_rl.config import Config, label
 from monarch_rl.ledger import Holdings
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.types import Episode, Generation, Group, Message, Version
 
 if TYPE_CHECKING:
+    from actors.process import Usage
     from monarch_rl.rendering import Renderer
 
 SHOWN = 12
@@ -123,6 +125,16 @@ def of_weights(reports: Iterable[GeneratorReport], version: Version) -> Table:
     columns = ("generator", "holds step", "pull s", "pause ms", "MB", "tokens during pulls", "rejected pulls")
     rows = [(r.replica, r.step, r.pull_s, 1e3 * r.pause_s, r.bytes_per_pull / 1e6, r.tokens_during_pulls, r.rejected) for r in reports]
     return Table("Weights", columns, rows, f"the trainer has version {version}")
+
+
+def of_processes(usages: Mapping[str, Sequence[Usage] | None]) -> Table:
+    """By mesh: what each of its processes says of itself; None: it does not answer."""
+    rows: list[Sequence[object]] = []
+    for name, usage in usages.items():
+        rows += [(lane(name, 0), "no answer", "", "", "")] if usage is None else []
+        for rank, used in enumerate(usage or ()):
+            rows.append((lane(name, rank), used.host, used.pid, f"{used.memory_bytes / 2**20:.0f}", f"{used.cpu_s:.1f}"))
+    return Table("Processes", ("process", "host", "pid", "memory MB", "CPU s"), rows)
 
 
 def of_generations(prompt: str | list[Message], generations: Sequence[Generation], renderer: Renderer) -> Samples:
