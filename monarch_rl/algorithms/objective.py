@@ -96,15 +96,16 @@ class Objective:
         return made
 
     def advantages(self, rewards_PG: Tensor, turn_rewards_PGK: Tensor) -> Tensor:
-        """[P, G, 1] or, where turns differ, [P, G, K]; 0 for unscorable episodes."""
+        """[P, G, 1] or, where turns differ, [P, G, K]; 0 for unscorable episodes and where there is no such turn."""
         made = self.advantage({"rewards_PG": rewards_PG, "turn_rewards_PGK": turn_rewards_PGK})
         if not isinstance(made, Tensor) or made.shape not in (rewards_PG.shape, turn_rewards_PGK.shape):
             shapes = f"{list(rewards_PG.shape)} or {list(turn_rewards_PGK.shape)}"
             raise UserError(f"{self.advantage.said}: must return a tensor of {shapes}, got {_shown(made)}")
-        made = (made if made.dim() == 3 else made[..., None]).where(rewards_PG.isfinite()[..., None], 0.0)
+        by_turn = made.dim() == 3
+        made = made.where((turn_rewards_PGK if by_turn else rewards_PG).isfinite(), 0.0)
         if not made.isfinite().all():
             raise UserError(f"{self.advantage.said}: an advantage of a scorable episode is {float(made[~made.isfinite()][0])}")
-        return made
+        return made if by_turn else made[..., None]
 
     def terms(
         self,
