@@ -325,7 +325,7 @@ class RolloutWorker(Actor):
             episode.reward, episode.error, episode.turn_rewards = score.reward, score.error, list(score.turn_rewards)
 
     async def _ask_scorer(self, prompt: Prompt, episodes: int, ask: Callable[[Scorer], Future[Any]]) -> Any:
-        """By the scorer that has least to do; each takes one episode at a time."""
+        """By the scorer that has least to do; each takes one at a time."""
         chosen = min(range(len(self._asked)), key=self._asked.__getitem__)
         self._asked[chosen] += episodes
         try:

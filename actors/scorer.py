@@ -2,7 +2,7 @@
 
 Owns: one reward process, which it replaces when a task ends it or has to be ended.
 Promises: an answer for every episode, within a deadline each: a finite reward (an observation), or none and the reason.
-Called by: RolloutWorker, any number at once; they take turns episode by episode.
+Called by: RolloutWorker, any number at once; they take turns group by group.
 May be blocked by: the task's `reward` and `observe`, until their deadline.
 """
 
@@ -44,8 +44,7 @@ class Scorer(Actor):
     async def score(self, prompt: Prompt, completions: list[str], task: TaskSpec | None = None) -> list[Score]:
         """One score per completion, in order, by the task that is trained or by another."""
         self._records.soon()
-        process = self._of(task)
-        return [self._noted(prompt, await process.score(prompt, completion, self._deadline_s)) for completion in completions]
+        return [self._noted(prompt, score) for score in await self._of(task).scores(prompt, completions, self._deadline_s)]
 
     @concurrent_endpoint
     async def observe(self, prompt: Prompt, turns: list[str], task: TaskSpec | None = None) -> Observation:

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 ADDRESS = re.compile(r"tcp://(?P<host>[\w.-]+):(?P<port>\d{1,5})")
 """Of a worker."""
+DURATION = re.compile(r"(?:(?P<days>\d+)-)?(?P<first>\d+)(?::(?P<second>\d+))?(?::(?P<third>\d+))?")
+"""As Slurm writes and takes it: minutes, minutes:seconds, hours:minutes:seconds, days-hours, days-hours:minutes, …"""
 
 
 @dataclass
@@ -25,6 +27,8 @@ class ClusterConfig:
     """so long workers may take to answer"""
     heartbeat_s: float = 30.0
     """a worker that hears nothing from its controller for so long ends all that it has started"""
+    dashboard: bool = False
+    """show meshes, actors and messages in Monarch's own dashboard; its address is printed, on the controller's loopback interface"""
     nodes: int = 1
     """for kind slurm: nodes of the job"""
     gpus_per_node: int = 0
@@ -49,8 +53,27 @@ def mistake(cluster: ClusterConfig) -> str:
         return "cluster.hosts: cluster.kind=attach needs at least one address, e.g. [tcp://10.0.0.1:7000]"
     if twice := [address for address, count in Counter(cluster.hosts).items() if count > 1]:
         return f"cluster.hosts: names {twice[0]} twice"
-    if wrong := [address for address in cluster.hosts if not ADDRESS.fullmatch(address)]:
+    if wrong := [address for address in cluster.hosts if address_parts(address) is None]:
         return f"cluster.hosts: must be tcp://HOST:PORT, got {wrong[0]!r}"
     if cluster.heartbeat_s < 5:
         return f"cluster.heartbeat_s: must be at least 5, for there is one beat a second, got {cluster.heartbeat_s:g}"
+    if (limit_s := duration_s(cluster.time_limit)) is not None and limit_s <= cluster.warning_s:
+        return f"cluster.time_limit: must be more than cluster.warning_s={cluster.warning_s} seconds, got {cluster.time_limit}"
     return ""
+
+
+def address_parts(text: str) -> tuple[str, int] | None:
+    """Host and port; None: it is no address."""
+    found = ADDRESS.fullmatch(text)
+    return (found["host"], int(found["port"])) if found and int(found["port"]) <= 65535 else None
+
+
+def duration_s(text: str) -> int | None:
+    """Seconds; None: it is no duration, such as UNLIMITED."""
+    found = DURATION.fullmatch(text)
+    if found is None:
+        return None
+    first, second, third = (int(found[name] or 0) for name in ("first", "second", "third"))
+    if found["days"] is not None:
+        return int(found["days"]) * 86400 + first * 3600 + second * 60 + third
+    return first * 3600 + second * 60 + third if found["third"] else first * 60 + second

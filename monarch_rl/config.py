@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import math
+import traceback
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import cache
@@ -133,7 +134,13 @@ class Config:
 
 
 class UserError(Exception):
-    """Something only the user can put right. The command line prints it as one line and exits with 2."""
+    """Something only the user can put right. The command line prints it as one line and exits with 2; so does a notebook's cell,
+    unless an error of other code is behind it."""
+
+    def _render_traceback_(self) -> list[str]:
+        """Asked for by IPython."""
+        behind = traceback.format_exception(self.__cause__) if self.__cause__ else []
+        return [*behind, f"{type(self).__name__}: {self}"]
 
 
 class ConfigError(UserError):

@@ -6,12 +6,15 @@ import errno
 import itertools
 import os
 import re
+import socket
 import tempfile
+import time
 from pathlib import Path
 
 from monarch_rl.config import Config, UserError
 from monarch_rl.configure import write
 from monarch_rl.observe import console
+from monarch_rl.observe.status import read_status
 
 RUN_FILES = {
     *("config.yaml", "metrics.jsonl", "rollouts.jsonl", "report.html", "timeline.json", "error.log", "model", "checkpoints", "export"),
@@ -63,6 +66,7 @@ def of_a_run(name: str) -> bool:
 
 
 def _look(config: Config, path: Path) -> str:
+    _check_free(config, path)
     if config.resume == "none":
         _check_own(config, path)
     # Permissions do not tell all, e.g. of /proc and of full disks.
@@ -89,6 +93,19 @@ def _nearest_folder(path: Path) -> Path:
     if not nearest.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, f"{nearest} is no folder")
     return nearest
+
+
+def _check_free(config: Config, path: Path) -> None:
+    """Two runs must not write into one folder. A job that Slurm starts again has ended before, whatever its last word was."""
+    status = read_status(path)
+    if status is None or status.state != "running" or "SLURM_RESTART_COUNT" in os.environ:
+        return
+    if (status.host, status.pid) != (socket.gethostname(), os.getpid()):
+        ago_s = time.time() - status.updated
+        raise UserError(
+            f"output_dir={config.output_dir}: a run goes on there (process {status.pid} on {status.host}, heard of {ago_s:.0f} s ago); "
+            "end it first, or name a folder for this run alone"
+        )
 
 
 def _check_own(config: Config, path: Path) -> None:

@@ -70,7 +70,7 @@ def _guarded(work: Callable[[], int]) -> int:
 
 
 def _start(resolved: Resolved, flags: set[str], settings: Sequence[str]) -> int:
-    _show(f"profile {resolved.profile} ({resolved.profile_reason})")
+    _show(f"profile {resolved.profile} ({resolved.profile_reason})" + _settled_again(resolved))
     if "--print" in flags:
         _show(provenance_table(resolved))
     if "--dry-run" in flags:
@@ -88,6 +88,15 @@ def _start(resolved: Resolved, flags: set[str], settings: Sequence[str]) -> int:
     return run(resolved.config)
 
 
+def _settled_again(resolved: Resolved) -> str:
+    """What a login node finds says nothing of the nodes."""
+    if resolved.config.cluster.kind != "slurm" or not resolved.profile_reason.startswith("auto"):
+        return ""
+    from monarch_rl.cluster.slurm import inside_allocation
+
+    return "" if inside_allocation() else "; the job looks for a GPU on its first node"
+
+
 def _start_on_slurm(config: Config, settings: Sequence[str]) -> int:
     """Inside an allocation use it; elsewhere submit a job that runs the same command."""
     from monarch_rl.cluster import slurm
@@ -96,7 +105,8 @@ def _start_on_slurm(config: Config, settings: Sequence[str]) -> int:
         from monarch_rl.submit import submit
 
         return submit(config, settings)
-    signal.signal(signal.SIGUSR1, lambda *_: slurm.requeue())  # until the run can do better: it may take minutes to start
+    # Until the run can do better: it may take minutes to start.
+    signal.signal(signal.SIGUSR1, lambda *_: slurm.warned_early(config.cluster.warning_s))
     from monarch_rl.job import run
 
     code = run(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -152,6 +153,8 @@ class Running:
         progress = Progress(0, 0, {}) if found is None else checkpoint.read_progress(found)
         self._meshes.watch()
         await self._meshes.open()
+        if url := self._meshes.hosts.dashboard.url:
+            self._records.console.say(f"Monarch's dashboard: {url} on {socket.gethostname()}")
         self._spawn_actors(progress)
         from monarch.spmd import setup_torch_elastic_env_async
 

@@ -328,7 +328,7 @@ class Session(Running):
         return Renderer.of(self.config.model)
 
     def _summary(self) -> Table:
-        return tables.of_session(self.config, self._state, self.version, self._records.rows)
+        return tables.of_session(self.config, self._state, self.version, self._records.rows, self._meshes.hosts.dashboard.url)
 
 
 def _count(number: int, what: str) -> str:

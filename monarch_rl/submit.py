@@ -34,6 +34,14 @@ SAID = {
     "NODE_FAIL": "lost a node",
 }
 """States that say more than an exit code."""
+WAITS = {
+    "Resources": " (they are in use)",
+    "Priority": " (other jobs come first)",
+    "BeginTime": " (it was queued again)",
+    "PartitionNodeLimit": " (the partition does not have, or does not allow, so many nodes)",
+    "PartitionTimeLimit": " (the partition does not allow cluster.time_limit)",
+}
+"""Reasons of Slurm that a newcomer cannot be expected to know; `squeue --start` and the manual of squeue say more."""
 
 
 def submit(config: Config, arguments: Sequence[str]) -> int:
@@ -43,7 +51,7 @@ def submit(config: Config, arguments: Sequence[str]) -> int:
         UserError: Slurm is not here, or refuses the job.
     """
     if not shutil.which("sbatch"):
-        raise UserError("cluster.kind=slurm: there is no Slurm here (sbatch not found)")
+        raise UserError("cluster.kind=slurm: there is no Slurm here (sbatch not found); start it on a login node, or without this key")
     place(config, expected_nodes(config))  # a mistake in it is better heard now than when the job begins
     folder = make_output_dir(config).absolute()
     script, console = folder / "job.sbatch", folder / "console.log"
@@ -102,6 +110,8 @@ class Job:
         self.id, self._console = id, console
         self._shown = 0
         """bytes of the console that were printed"""
+        self._waits_for = ""
+        """Slurm's reason why it has not begun, as it was last said"""
         self._exit_code = 0
         """why we were asked to stop: 130 or 143"""
 
@@ -128,10 +138,18 @@ class Job:
     def _state(self) -> tuple[str, int]:
         """In Slurm's words, and the exit code; `RUNNING` where Slurm does not answer, empty when it has forgotten the job."""
         done = subprocess.run(["scontrol", "show", "job", "--oneliner", self.id], capture_output=True, text=True)
-        found = re.search(r"JobState=(\w+).*?\bExitCode=(\d+):(\d+)", done.stdout)
+        found = re.search(r"JobState=(\w+) Reason=(\S+).*?\bExitCode=(\d+):(\d+)", done.stdout)
         if found:
-            return found[1], int(found[2]) or (128 + int(found[3]) if int(found[3]) else 0)
+            self._say_why(found[1], found[2])
+            return found[1], int(found[3]) or (128 + int(found[4]) if int(found[4]) else 0)
         return ("" if "Invalid job id" in done.stderr else "RUNNING"), 0
+
+    def _say_why(self, state: str, reason: str) -> None:
+        """What a job waits for may never come, as when a partition has fewer nodes."""
+        waits_for = reason if state == "PENDING" and reason != "None" else ""
+        if waits_for and waits_for != self._waits_for:
+            say(f"Slurm job {self.id} waits: {waits_for}{WAITS.get(waits_for, '')}")
+        self._waits_for = waits_for
 
     def _stream(self) -> None:
         """What is new on the job's console. The file is opened anew each time: shared file systems show news at an opening."""

@@ -38,7 +38,8 @@ class Table:
     note: str = ""
 
     def __repr__(self) -> str:
-        drawn = RichTable(*self.columns, title=self.title, title_justify="left", caption=self.note or None, box=box.SIMPLE)
+        shape: dict[str, Any] = {"title": self.title, "title_justify": "left", "caption": self.note or None, "box": box.SIMPLE}
+        drawn = RichTable(*self.columns, show_header=any(self.columns), **shape)
         for row in self.rows:
             drawn.add_row(*[_text(cell) for cell in row])
         console = Console(file=io.StringIO(), width=140, color_system=None, force_jupyter=False, markup=False, emoji=False)
@@ -49,7 +50,8 @@ class Table:
         head = "".join(f"<th style='text-align:left'>{escape(column)}</th>" for column in self.columns)
         body = "".join(f"<tr>{''.join(_cell(cell) for cell in row)}</tr>" for row in self.rows)
         note = f"<caption style='caption-side:bottom;text-align:left'>{escape(self.note)}</caption>" if self.note else ""
-        return f"<b>{escape(self.title)}</b><table>{note}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        head = f"<thead><tr>{head}</tr></thead>" if any(self.columns) else ""
+        return f"<b>{escape(self.title)}</b><table>{note}{head}<tbody>{body}</tbody></table>"
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,19 @@ class Coloured:
         return f"<span style='font-family:monospace;white-space:pre-wrap'>{''.join(spans)}</span>"
 
 
+@dataclass(frozen=True)
+class Link:
+    """An address to click on."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def html(self) -> str:
+        return f"<a href='{escape(self.url)}' target='_blank'>{escape(self.url)}</a>"
+
+
 @dataclass(frozen=True, repr=False)
 class Samples(Table):
     """Completions. `texts` are the completions alone."""
@@ -80,7 +95,7 @@ class Samples(Table):
     texts: Sequence[str] = ()
 
 
-def of_session(config: Config, state: str, version: Version, rows: Sequence[Mapping[str, Any]]) -> Table:
+def of_session(config: Config, state: str, version: Version, rows: Sequence[Mapping[str, Any]], dashboard: str = "") -> Table:
     last = rows[-1] if rows else {}
     evaluated: Mapping[str, Any] = next((row for row in reversed(rows) if "eval/accuracy" in row), {})
     listed: list[tuple[object, object]] = [
@@ -92,6 +107,7 @@ def of_session(config: Config, state: str, version: Version, rows: Sequence[Mapp
     ]
     listed += [("reward", last["reward/mean"])] if "reward/mean" in last else []
     listed += [("held-out accuracy", f"{evaluated['eval/accuracy']:.3f} @{evaluated['eval/version']}")] if evaluated else []
+    listed += [("Monarch's dashboard", Link(dashboard))] if dashboard else []
     return Table("Session", ("", ""), listed)
 
 
@@ -193,4 +209,4 @@ def _html(text: str) -> str:
 
 
 def _cell(cell: object) -> str:
-    return f"<td style='text-align:left'>{cell.html() if isinstance(cell, Coloured) else _html(_text(cell))}</td>"
+    return f"<td style='text-align:left'>{cell.html() if isinstance(cell, Coloured | Link) else _html(_text(cell))}</td>"

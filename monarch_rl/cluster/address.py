@@ -8,7 +8,7 @@ import socket
 import struct
 from dataclasses import dataclass
 
-from monarch_rl.cluster_config import ADDRESS
+from monarch_rl.cluster_config import address_parts
 from monarch_rl.config import ConfigError
 
 SIOCGIFADDR = 0x8915
@@ -27,10 +27,10 @@ class Address:
 
 def parse(text: str, key: str) -> Address:
     """Raises ConfigError that names `key`."""
-    found = ADDRESS.fullmatch(text)
-    if found is None or int(found["port"]) > 65535:
+    parts = address_parts(text)
+    if parts is None:
         raise ConfigError(f"{key}: must be tcp://HOST:PORT, got {text!r}")
-    return Address(found["host"], int(found["port"]))
+    return Address(*parts)
 
 
 def own_ip() -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from monarch_rl.cluster import local
 from monarch_rl.cluster.address import Address, parse
+from monarch_rl.cluster.dashboard import Dashboard
 from monarch_rl.cluster.link import Heart, Host, Link
 from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT, Facts, facts
 from monarch_rl.cluster.placement import Processes
@@ -47,6 +48,8 @@ class Hosts:
         self._links: list[Link] = []
         self._meshes: dict[tuple[int, ...], HostMesh] = {}
         self._allocation: Allocation | None = None
+        self.dashboard = Dashboard(Path(config.output_dir).absolute() / "workers/dashboard.log")
+        """of `cluster.dashboard`; its `url` is empty where there is none"""
 
     async def open(self, on_lost: Callable[[str], object]) -> None:
         """Have the hosts that the configuration names. `on_lost` is called with one line when one goes away, from another thread.
@@ -57,9 +60,10 @@ class Hosts:
         os.environ.update({key: value for key, value in MONARCH_ENVIRONMENT.items() if key not in os.environ})
         cluster = self._config.cluster
         if cluster.kind == "local":
+            await self._start_dashboard()
             self.facts, self._parents = [facts()], [Host(sys.executable, os.getpid())]
             self._meshes[0,] = local.host()
-            return
+            return await self._show([0])
         addresses = cluster.hosts
         if cluster.kind == "slurm":
             self._allocation = Allocation(self._config)
@@ -82,6 +86,7 @@ class Hosts:
         found = await _each(partial(_look, self._config), [parse(address, "cluster.hosts") for address in addresses])
         self._links += [link for link, _ in found]
         _use_transport([link.own_ip for link in self._links])
+        await self._start_dashboard(f"tcp://{self._links[0].own_ip}:0")
 
         def start(looked: tuple[Link, Facts]) -> Host:
             link, seen = looked
@@ -97,7 +102,16 @@ class Hosts:
         for index in indices:
             self._meshes[index,] = self._mesh((index,))
         await asyncio.gather(*[answer(self._meshes[i,].initialized, self._links[i].who, ATTACH_S) for i in indices])
+        await self._show(indices)
         return indices
+
+    async def _start_dashboard(self, *transport: str) -> None:
+        if self._config.cluster.dashboard and not self.dashboard.url:
+            await self.dashboard.start(*transport)
+
+    async def _show(self, indices: Sequence[int]) -> None:
+        if self.dashboard.url:
+            await self.dashboard.show([self._meshes[i,].with_python_executable(self._parents[i].python) for i in indices])
 
     def spawn(self, processes: Processes) -> ProcMesh:
         """Start processes where they were placed: a mesh of one dimension, whatever the hosts."""
@@ -113,6 +127,7 @@ class Hosts:
 
     async def close(self) -> None:
         """Let the hosts go; takes at most some `GONE_S` seconds."""
+        await self.dashboard.close()
         if self._heart:
             await asyncio.to_thread(self._heart.stop)
         await _each(lambda link: link.close(GONE_S), self._links)

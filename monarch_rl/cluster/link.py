@@ -7,6 +7,7 @@ import json
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -59,7 +60,8 @@ class Link:
             except OSError as error:
                 if time.monotonic() + RETRY_S > deadline:
                     why = error.strerror or "no answer"
-                    raise UserError(f"cluster.hosts: no worker at {address} within {deadline_s:g} s: {why}") from None
+                    start = f"on that host: monarch-rl worker --address {address}"
+                    raise UserError(f"cluster.hosts: no worker at {address} within {deadline_s:g} s: {why}; {start}") from None
             time.sleep(RETRY_S)
 
     @property
@@ -82,8 +84,10 @@ class Link:
         except (Lost, KeyError, TypeError, ValueError):
             raise UserError(f"cluster.hosts: what listens at {self.address} is no worker of monarch_rl") from None
         self.who = f"worker {self.address} on {found.name}"
-        if problem := answer["problem"] or differences(versions(), found.versions):
-            raise UserError(f"{self.who}: {problem}")
+        if answer["problem"]:
+            raise UserError(f"{self.who}: {answer['problem']}")
+        if unlike := differences(versions(), found.versions):
+            raise UserError(f"{self.who}: {unlike}; it was started with {found.python}, this run with {sys.executable}")
         return found
 
     def start(self, python: str) -> Host:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+from monarch_rl.cluster_config import duration_s
 from monarch_rl.config import Config, UserError
+from monarch_rl.observe.console import complain
 
 LOOK_S = 0.1
 """Between two looks at the folder where workers publish their addresses."""
 END_S = 15.0
 """For srun to notice that its tasks have ended."""
+WARNS_EARLY_S = 60
+"""Slurm may send its warning so much earlier than asked for."""
 REQUEUE = 85
 """Exit code of a run that has saved itself before its time was up, and wants to go on later."""
 
@@ -27,6 +33,27 @@ def inside_allocation() -> bool:
 def requeue() -> None:
     """Have Slurm end this job and queue it again. What a job's script adds on the next start is for the script to say."""
     subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]])
+
+
+def warned_early(warning_s: int) -> None:
+    """Slurm's warning, before the run can save anything. A job that is pre-empted queues again; one whose time limit leaves no time
+    to train would come to this point for ever, so it ends."""
+    job = os.environ["SLURM_JOB_ID"]
+    shown = subprocess.run(["scontrol", "show", "job", "--oneliner", job], capture_output=True, text=True).stdout
+    if not limit_is_near(shown, warning_s):
+        return requeue()
+    complain(
+        f"cluster.time_limit: Slurm warns job {job} of its time limit before the run can take a step "
+        f"(cluster.warning_s={warning_s} seconds before the end); give it more time"
+    )
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def limit_is_near(shown: str, warning_s: int) -> bool:
+    """Whether a warning is due by a job's time limit, after what scontrol shows of the job."""
+    found = re.search(r"\bRunTime=(\S+) TimeLimit=(\S+)", shown)
+    ran_s, limit_s = (duration_s(text) for text in found.groups()) if found else (None, None)
+    return ran_s is not None and limit_s is not None and limit_s - ran_s <= warning_s + WARNS_EARLY_S
 
 
 class Allocation:

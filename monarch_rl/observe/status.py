@@ -96,8 +96,9 @@ def _lives(status: Status) -> bool:
 
 
 def process_started(pid: int) -> int:
-    """In clock ticks since the host booted; 0 when there is no such process."""
+    """In clock ticks since the host booted; 0 when there is no such process, or it has ended and its parent does not mind."""
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return 0
+    return 0 if fields[0] in "ZX" else int(fields[19])

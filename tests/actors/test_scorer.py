@@ -126,9 +126,9 @@ async def test_a_reward_can_have_a_part_for_each_turn(process: RewardProcess) ->
     ],
 )
 async def test_a_reward_that_raises_or_leaves_costs_only_its_episode(process: RewardProcess, word: str, error: str) -> None:
-    """Cases 18 and 20: the exception is reported with the episode, and the next one is scored."""
-    assert await process.score(PROMPT, word, 10) == Score(None, error)
-    assert await process.score(PROMPT, "give 1", 10) == Score(1.0)
+    """Cases 18 and 20: the exception is reported with the episode, and the others are scored, though they were sent together."""
+    said = ["give 0", word, f"give len('{'x' * 300_000}')", "give 1"]
+    assert await process.scores(PROMPT, said, 10) == [Score(0.0), Score(None, error), Score(3e5), Score(1.0)]
 
 
 @pytest.mark.parametrize("word", ["sleep", "backtrack"])
@@ -137,7 +137,7 @@ async def test_a_hanging_reward_is_ended_at_its_deadline(process: RewardProcess,
     await process.start()
     began = time.monotonic()
     said = [word if n == 1 else "give 1" for n in range(4)]
-    scores = [await process.score(PROMPT, s, 0.5) for s in said]
+    scores = await process.scores(PROMPT, said, 0.5)
     assert scores == [Score(1.0), Score(None, "deadline of 0.5 s passed"), Score(1.0), Score(1.0)]
     assert time.monotonic() - began < 5
 

@@ -152,4 +152,5 @@ if __name__ == "__main__":
     assert not (why := missing()), why
     with slurm(Path(sys.argv[1]).absolute()) as found:
         print(f"export SLURM_CONF={found['SLURM_CONF']} PATH=$PATH:/usr/sbin", flush=True)
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})
+        signal.pthread_sigmask(signal.SIG_BLOCK, ends := {signal.SIGINT, signal.SIGTERM})  # else SIGTERM would leave the daemons
+        signal.sigwait(ends)

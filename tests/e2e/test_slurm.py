@@ -120,4 +120,5 @@ def test_an_allocation_that_is_too_small_is_refused(tmp_path: Path) -> None:
 def test_without_slurm_one_line_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     job = finished(tmp_path, *SMALL, "cluster.kind=slurm")
-    assert (job.process.returncode, job.err) == (2, "error: cluster.kind=slurm: there is no Slurm here (sbatch not found)\n")
+    said = "there is no Slurm here (sbatch not found); start it on a login node, or without this key"
+    assert (job.process.returncode, job.err) == (2, f"error: cluster.kind=slurm: {said}\n")

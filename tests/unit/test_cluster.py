@@ -13,9 +13,10 @@ import pytest
 from monarch_rl.cluster.address import Address, interface_of, ip_toward, parse
 from monarch_rl.cluster.machine import Facts, differences, versions, visible_gpus
 from monarch_rl.cluster.placement import Processes, place, place_generator
+from monarch_rl.cluster_config import duration_s
 from monarch_rl.config import Config, ConfigError
 from monarch_rl.configure import load
-from monarch_rl.submit import batch_script
+from monarch_rl.submit import Job, batch_script
 
 ROOT = Path(__file__).parents[2]
 
@@ -150,6 +151,25 @@ def test_an_address_is_checked_with_the_other_keys() -> None:
         config("cluster.kind=attach", "cluster.hosts=[h:1]")
 
 
+def test_a_port_is_checked_with_the_other_keys() -> None:
+    with pytest.raises(ConfigError, match=r"cluster.hosts: must be tcp://HOST:PORT, got 'tcp://h:70000'"):
+        config("cluster.kind=attach", "cluster.hosts=[tcp://h:70000]")
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("3", 180), ("2:30", 150), ("1:00:05", 3605), ("2-0", 172800), ("1-02:03", 93780), ("1-0:0:1", 86401), ("INFINITE", None), ("", None)],
+)
+def test_durations_are_read_as_slurm_reads_them(text: str, seconds: int | None) -> None:
+    assert duration_s(text) == seconds
+
+
+def test_a_time_limit_leaves_time_before_the_warning() -> None:
+    with pytest.raises(ConfigError, match=r"cluster.time_limit: must be more than cluster.warning_s=120 seconds, got 2"):
+        config("cluster.kind=slurm", "cluster.time_limit=2")
+    assert config("cluster.kind=slurm", "cluster.time_limit=2:01").cluster.time_limit == "2:01"
+
+
 @pytest.mark.parametrize("text", ["h:1", "tcp://h", "tcp://:1", "tcp://h:x", "tcp://h:70000", "ipc://x:1", "tcp://h:1/"])
 def test_addresses_that_are_none(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"cluster.hosts: must be tcp://HOST:PORT, got {text!r}")):
@@ -214,6 +234,34 @@ def test_the_script_asks_for_what_the_keys_say(monkeypatch: pytest.MonkeyPatch, 
     last = ["output=/x/console.log", "open-mode=append", "signal=B:USR1@120", "requeue", "mem=0"]
     assert options == [f"--{option}" for option in ["job-name=grpo_qwen", *expected, *last]]
     assert script.endswith("-m monarch_rl.run recipe=grpo_qwen 'output_dir=my run' ${SLURM_RESTART_COUNT:+resume=latest}\n")
+
+
+@pytest.fixture
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a stand-in for Slurm's program shows of every job; below it, what it was asked."""
+    (tmp_path / "scontrol").write_text('#!/bin/sh\necho "$@" >> "${0%/*}/asked"\ncat "${0%/*}/shown"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    return tmp_path / "shown"
+
+
+@pytest.mark.parametrize(("limit", "died"), [("00:03:00", True), ("UNLIMITED", False), ("04:00:00", False)])
+def test_an_early_warning_ends_only_a_job_that_could_never_train(limit: str, died: bool, scontrol: Path) -> None:
+    scontrol.write_text(f"JobId=7 JobState=RUNNING Reason=None RunTime=00:00:20 TimeLimit={limit} ExitCode=0:0\n")
+    code = "from monarch_rl.cluster.slurm import warned_early; warned_early(120)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == (-15 if died else 0)
+    assert ("cluster.time_limit: Slurm warns job 7" in done.stderr) == died
+    assert ("requeue 7" in (scontrol.parent / "asked").read_text()) == (not died)
+
+
+def test_what_a_job_waits_for_is_said_once(scontrol: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job("7", scontrol.parent / "console.log")
+    for state, reason in [("PENDING", "None"), ("PENDING", "Resources"), ("PENDING", "Resources"), ("RUNNING", "None")]:
+        scontrol.write_text(f"JobId=7 JobState={state} Reason={reason} Dependency=(null) ExitCode=0:0\n")
+        assert job._state() == (state, 0)
+    assert capsys.readouterr().out == "Slurm job 7 waits: Resources (they are in use)\n"
 
 
 def test_the_script_adds_resume_when_slurm_starts_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
 
 import pytest
@@ -44,6 +46,25 @@ def test_an_earlier_run_is_moved_aside_and_each_later_one_too(here: Path, capsys
     assert capsys.readouterr().out == "runs/x held an earlier run: moved to runs/x.2\n"
     assert (here / "runs/x.2/metrics.jsonl").read_text() == "earlier"
     assert not (here / "runs/x/metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("resume", ["none", "latest"])
+def test_a_run_that_goes_on_keeps_its_folder_to_itself(resume: str, here: Path) -> None:
+    path = earlier(here / "runs/x")
+    status = {"state": "running", "started": 1.0, "updated": time.time(), "host": "elsewhere", "pid": 7, "process_started": 1}
+    (path / "status.json").write_text(json.dumps(status))
+    said = r"^output_dir=runs/x: a run goes on there \(process 7 on elsewhere, heard of \d+ s ago\); end it first, or name a folder"
+    with pytest.raises(UserError, match=said):
+        make_output_dir(Config(output_dir="runs/x", resume=resume))
+    assert (path / "metrics.jsonl").read_text() == "earlier"
+
+
+def test_a_job_that_slurm_starts_again_has_its_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = earlier(here / "runs/x")
+    status = {"state": "running", "started": 1.0, "updated": time.time(), "host": "elsewhere", "pid": 7, "process_started": 1}
+    (path / "status.json").write_text(json.dumps(status))
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert check_output_dir(Config(output_dir="runs/x", resume="latest")) == "runs/x"
 
 
 @pytest.mark.parametrize("resume", ["latest", "elsewhere/checkpoints/step_2"])

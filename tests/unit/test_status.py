@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,16 @@ async def test_a_controller_that_is_gone_has_died(tmp_path: Path) -> None:
     assert died
     assert died.state == "died", "another process has its number"
     file.close()
+
+
+def test_a_process_that_nobody_has_taken_note_of_is_gone() -> None:
+    """As in a container without an init process."""
+    ended = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    assert process_started(ended.pid) > 0
+    ended.kill()
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    assert process_started(ended.pid) == 0
+    ended.communicate()
 
 
 async def test_on_another_host_silence_means_death(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

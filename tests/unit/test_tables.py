@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from monarch_rl.tables import Coloured, Table, of_buffer
+from monarch_rl.config import Config
+from monarch_rl.tables import Coloured, Table, of_buffer, of_session
 from monarch_rl.types import Version
 
 
@@ -21,6 +22,13 @@ def test_each_version_has_a_colour_of_its_own() -> None:
     assert html.count("#ee6677") == 1
     assert html.count("title='version 0.1'") == 2
     assert str(Coloured([("1", first), ("+", None)])) == "1+"
+
+
+def test_a_session_links_its_dashboard() -> None:
+    assert "dashboard" not in repr(of_session(Config(), "ready", Version(0, 0), []))
+    table = of_session(Config(), "ready", Version(0, 0), [], "http://127.0.0.1:1")
+    assert "http://127.0.0.1:1" in repr(table)
+    assert "<a href='http://127.0.0.1:1' target='_blank'>http://127.0.0.1:1</a>" in table._repr_html_()
 
 
 def test_an_empty_buffer_says_so() -> None:
