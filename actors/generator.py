@@ -61,6 +61,7 @@ class Generator(Actor):
             kv=config.generator.kv,
             keep_masks=config.generator.keep_mask and Sampling.of(config.generator).truncates,
             keep_routing=config.generator.keep_routing,
+            stop_texts=bool(config.generator.stop),
         )
         try:
             self._plan = await self._engine.start()

@@ -305,9 +305,13 @@ class RolloutWorker(Actor):
         from monarch_rl.tasks import component
 
         fixed = component(work.task, group.prompt).truncated_reward
+        rule = self._config.generator.truncated if work.split == "train" else "keep"
         asked = []
         for episode in group.episodes:
-            if episode.truncated and fixed is not None:
+            episode.trained = not (episode.truncated and rule == "mask")
+            if episode.truncated and rule == "drop":
+                episode.error = episode.error or "truncated (generator.truncated=drop)"
+            elif episode.truncated and fixed is not None:
                 episode.reward = fixed
             elif episode.error is None:
                 asked.append(episode)
@@ -318,7 +322,7 @@ class RolloutWorker(Actor):
         texts = [episode.text for episode in episodes]
         scores = await self._ask_scorer(prompt, len(texts), lambda scorer: scorer.score.call_one(prompt, texts, work.other))
         for episode, score in zip(episodes, scores, strict=True):
-            episode.reward, episode.error = score.reward, score.error
+            episode.reward, episode.error, episode.turn_rewards = score.reward, score.error, list(score.turn_rewards)
 
     async def _ask_scorer(self, prompt: Prompt, episodes: int, ask: Callable[[Scorer], Future[Any]]) -> Any:
         """By the scorer that has least to do; each takes one at a time."""

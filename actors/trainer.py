@@ -56,12 +56,16 @@ class Trainer(Actor):
         dist.init_process_group("nccl" if cuda else "gloo")
         self._saver = Saver(dist.new_group(backend="gloo"))
         mesh = init_device_mesh("cuda" if cuda else "cpu", (self._world,), mesh_dim_names=("fsdp",))
+        model, bf16 = self._config.model, self._config.model.dtype == "bfloat16"
         self._learner = Learner(
-            load_causal_lm(self._config.model.path),
+            load_causal_lm(model.path),
             self._config.trainer,
             total_steps=self._config.steps,
             device_mesh=mesh,
-            bf16=self._config.model.dtype == "bfloat16",
+            bf16=bf16,
+            length_budget=self._config.generator.max_new_tokens,
+            # Read here and nowhere else: a resume restores the policy alone, so the reference stays what it was.
+            reference=load_causal_lm(model.path, torch.bfloat16 if bf16 else torch.float32) if self._config.trainer.kl else None,
         )
 
     @endpoint

@@ -100,7 +100,7 @@ class BareEngine:
     def __init__(self, model: Path, dtype: str) -> None:
         from monarch_rl.engine_setup import build_llm
 
-        self._llm = build_llm(str(model), dtype, 0, {})
+        self._llm, self._recorded = build_llm(str(model), dtype, 0, {}, keep_masks=False, keep_routing=False)
         tensors = _tensors(model)
         self._llm.apply_model(lambda module: module.load_weights(iter(tensors.items())))
         self._left: dict[int, int] = {}  # group that is being sampled → episodes that are not finished
@@ -123,11 +123,11 @@ class BareEngine:
     def _add(self, number: int, ids: list[int], seeds: list[int], work: Work) -> None:
         from vllm.inputs.engine import tokens_input
 
-        from monarch_rl.engine import request_parameters
+        from monarch_rl.engine_requests import request_parameters
 
         self._left[number] = len(seeds)
         for seed in seeds[:1] if work.one_request_per_group else seeds:
-            parameters = request_parameters(work.sampling, seed, work.sampling.max_new_tokens)
+            parameters = request_parameters(work.sampling, seed, work.sampling.max_new_tokens, self._recorded)
             parameters.n = len(seeds) if work.one_request_per_group else 1
             self._llm.add_request(f"{number}/{seed}", tokens_input(ids), parameters)
 

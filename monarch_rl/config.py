@@ -16,13 +16,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from monarch_rl import cluster_config, generator_config
+from monarch_rl import cluster_config, generator_config, trainer_config
 from monarch_rl.cluster_config import ClusterConfig
 from monarch_rl.generator_config import GeneratorConfig
+from monarch_rl.trainer_config import TrainerConfig
 
-LossName = Literal["reinforce", "grpo", "dapo"]
-AdvantageName = Literal["mean", "grpo", "rloo"]
-CorrectionName = Literal["none", "tis"]
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
@@ -65,47 +63,11 @@ class BufferConfig:
     window: int = 1
     """ordinals from the unfinished head that may be taken out of order; 1 is strictly in order"""
     dead_groups: Literal["replace", "keep"] = "replace"
-    """groups whose rewards are all equal: replaced by others, or counted as part of the batch"""
+    """groups whose rewards are all equal: replaced by others, or kept as part of the batch"""
     tail: Literal["train", "drop", "error"] = "train"
     """what becomes of the last groups of the last epoch where they are fewer than a step takes: a smaller step, dropped, or an error"""
     max_dead_steps: int = 4
     """the run ends with an error after this many steps' worth of groups in a row without a trainable one"""
-
-
-@dataclass
-class TrainerConfig:
-    ranks: int = 1
-    """FSDP2 processes"""
-    lr: float = 3e-4
-    """peak learning rate of AdamW"""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """of the learning rate after warm-up; linear and cosine reach 0 at the last step"""
-    warmup_steps: int = 5
-    """steps of linear warm-up"""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """of AdamW"""
-    weight_decay: float = 0.0
-    """of AdamW"""
-    max_grad_norm: float = 1.0
-    """gradients are clipped to this global norm; 0 means no clipping"""
-    tokens_per_microbatch: int = 4096
-    """padded tokens of one forward pass"""
-    activation_checkpointing: bool = False
-    """recompute activations of each layer in the backward pass"""
-    loss: LossName = "dapo"
-    """policy term"""
-    aggregation: Literal["token_mean", "sequence_mean"] = "token_mean"
-    """how per-token losses of the global batch become one number"""
-    advantage: AdvantageName = "mean"
-    """mean: reward minus group mean; grpo: also over the group's std; rloo: leave-one-out mean"""
-    correction: CorrectionName = "none"
-    """weight for the gap between sampler and trainer: none, or truncated importance sampling"""
-    clip_low: float = 0.2
-    """lower clip of the ratio, as 1 - clip_low"""
-    clip_high: float = 0.28
-    """upper clip of the ratio, as 1 + clip_high"""
-    logprob_chunk: int = 1024
-    """tokens whose [tokens, vocabulary] logits exist at a time"""
 
 
 @dataclass
@@ -213,8 +175,8 @@ class Key:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The allowed values of a Literal; empty for other types."""
-        return get_args(self.hint) if get_origin(self.hint) is Literal else ()
+        """The allowed values of a Literal, or the names that are built in; empty for other keys."""
+        return get_args(self.hint) if get_origin(self.hint) is Literal else trainer_config.ALGORITHMS.get(self.name, ())
 
     @property
     def free(self) -> bool:
@@ -244,7 +206,8 @@ class Key:
         if self.free:
             return f"a mapping, e.g. {self.name}.name=value"
         if get_origin(self.hint) is list:
-            return f"a list of {', '.join(get_args(get_args(self.hint)[0])) or 'values'}"
+            (item,) = get_args(self.hint)
+            return f"a list of {', '.join(get_args(item)) or {int: 'whole numbers', str: 'texts'}[item]}"
         words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
         return words.get(self.hint, f"a list of {self.kind}")
 
@@ -268,7 +231,7 @@ def _keys(cls: Any, prefix: str, texts: dict[tuple[str, str], str]) -> Iterator[
 
 def _field_help() -> dict[tuple[str, str], str]:
     """(class, field) → the string under the field; Python keeps none of these, so they are read from the source."""
-    files = (__file__, generator_config.__file__, cluster_config.__file__)
+    files = (__file__, generator_config.__file__, trainer_config.__file__, cluster_config.__file__)
     nodes = [node for file in files for node in ast.parse(Path(file).read_text(encoding="utf-8")).body]
     texts = {}
     for cls in (node for node in nodes if isinstance(node, ast.ClassDef)):
@@ -295,11 +258,8 @@ LEAST = {
 }
 """Smallest allowed value of the whole numbers that are not simply at least 1."""
 
-MAY_BE_ZERO = {"generator.min_p", "trainer.weight_decay", "trainer.max_grad_norm", "trainer.clip_low", "trainer.clip_high"}
+MAY_BE_ZERO = {"generator.min_p", "trainer.weight_decay", "trainer.max_grad_norm", "trainer.kl", "trainer.entropy"}
 """Numbers that are not simply above 0."""
-
-OBJECTS = ("task", "trainer.loss", "trainer.advantage")
-"""Keys that in Python may also hold the class or function itself."""
 
 TASK_PART_KEYS = ("name", "weight", "args")
 """Of one part of a mixture in `task`."""
@@ -315,15 +275,23 @@ def validate(config: Config) -> None:
         _check_value(key, attrgetter(key.name)(config))
     _check_ages(config)
     _check_task(config)
-    if wrong := generator_config.mistake(config.generator) or cluster_config.mistake(config.cluster):
+    mistakes = generator_config.mistake(config.generator), trainer_config.mistake(config.trainer), cluster_config.mistake(config.cluster)
+    if wrong := next(filter(None, mistakes), ""):
         raise ConfigError(wrong)
     if config.replay and (config.record or config.resume != "none" or config.checkpoint.every):
         raise ConfigError("replay: trains from the first step to the last; leave out record, resume and checkpoint.every")
     if not str(config.output_dir).strip():
         raise ConfigError("output_dir: must name a folder, e.g. runs/NAME")
     trainer = config.trainer
-    if config.generator.group_size < 2:
+    if config.generator.group_size < 2 and trainer_config.is_centred(trainer.advantage):
         raise ConfigError(f"generator.group_size: must be at least 2, for trainer.advantage={trainer.advantage} compares within a group")
+    if trainer.advantage == "reinforce_pp" and config.buffer.dead_groups == "replace":
+        raise ConfigError(
+            "buffer.dead_groups=replace throws away what trainer.advantage=reinforce_pp learns from: groups whose rewards are all equal; "
+            "set it to keep"
+        )
+    if trainer.kl_in == "reward" and trainer.kl_estimator == "unbiased":
+        raise ConfigError("trainer.kl_estimator=unbiased is for trainer.kl_in=loss: a reward has no policy ratio; take k1")
     if trainer.schedule != "constant" and trainer.warmup_steps >= config.steps:
         raise ConfigError(
             f"trainer.warmup_steps={trainer.warmup_steps} leaves no step of steps={config.steps} for trainer.schedule={trainer.schedule}"
@@ -341,8 +309,8 @@ def label(value: Any) -> str:
 
 
 def _check_value(key: Key, value: Any) -> None:
-    if key.name in OBJECTS and callable(value):
-        return
+    if key.hint is Any:
+        return  # looked at by itself
     if (key.choices and value not in key.choices) or (key.hint in (int, float) and not _is_number(value, key.hint)):
         raise ConfigError(f"{key.name}: must be {key.allowed}, got {value!r}")
     if key.hint is int and value < (least := LEAST.get(key.name, 1)):
@@ -353,8 +321,6 @@ def _check_value(key: Key, value: Any) -> None:
             raise ConfigError(f"{key.name}: must be a finite number {'of at least' if zero_too else 'above'} 0, got {value}")
     if key.name == "trainer.betas" and not all(0 <= beta < 1 for beta in value):
         raise ConfigError(f"{key.name}: must each be at least 0 and below 1, got {list(value)}")
-    if key.name == "trainer.clip_low" and value > 1:
-        raise ConfigError(f"{key.name}: must be at most 1, got {value}")
 
 
 def _is_number(value: Any, hint: type) -> bool:

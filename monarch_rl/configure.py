@@ -19,6 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from monarch_rl.config import Config, ConfigError, Key, is_object, label, schema, validate
+from monarch_rl.trainer_config import section_of
 
 PACKAGED_RECIPES = Path(__file__).parent.parent / "recipes"
 """Beside the package, in a checkout as in site-packages."""
@@ -179,7 +180,7 @@ def _parse_argument(argument: str) -> tuple[str, Any]:
             raise ConfigError(f"unknown option {argument!r}; options are --help, --print, --dry-run, settings are key=value")
         raise ConfigError(f"{COMMAND_LINE}: {argument!r} has no '='; settings are key=value, e.g. seed=0")
     key = schema().get(name)
-    if key and (key.hint is str or key.choices or (key.hint is Any and not text.startswith("["))):
+    if key and (not text.startswith("[") if key.hint is Any else key.hint is str or key.choices):
         return name, text
     try:
         return name, OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index, call-overload]
@@ -236,6 +237,8 @@ def nearest(name: str) -> list[str]:
     tail = name.rpartition(".")[2]
     if same := [key for key in schema() if key.rpartition(".")[2] == tail]:
         return same
+    if args := section_of(tail):
+        return [f"{args}.{tail}"]
     score, _, best = max((_likeness(name, tail, key), -len(key.help), key.name) for key in schema().values())
     return [best] if score >= 0.6 else []
 

@@ -79,6 +79,7 @@ class Engine:
         kv: what becomes of the keys and values of unfinished requests at a swap.
         keep_masks: generations have the channel `MASK`, even those that leave nothing out.
         keep_routing: generations of a mixture of experts have the channel `ROUTING`; their prefixes are never taken from the cache.
+        stop_texts: requests may have `Sampling.stop`, for which vLLM loads the tokenizer.
     """
 
     def __init__(
@@ -91,9 +92,11 @@ class Engine:
         kv: Literal["keep", "recompute"] = "keep",
         keep_masks: bool = False,
         keep_routing: bool = False,
+        stop_texts: bool = False,
     ) -> None:
         self._model_path, self._kv = model_path, kv
-        self._build_llm = partial(build_llm, model_path, dtype, seed, overrides, keep_masks=keep_masks, keep_routing=keep_routing)
+        switches = {"keep_masks": keep_masks, "keep_routing": keep_routing, "stop_texts": stop_texts}
+        self._build_llm = partial(build_llm, model_path, dtype, seed, overrides, **switches)
         self._failure: EngineError | None = EngineError("the engine was not started")
         self._waiting: set[asyncio.Future[Any]] = set()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -127,7 +130,8 @@ class Engine:
         return await self._ask(self._build)
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, seed: int, *, request_id: str | None = None) -> Generation:
-        """Sample one completion. It ends with a token of `sampling.stop_ids`, or as long as asked or as the context allows.
+        """Sample one completion. It ends with a token of `sampling.stop_ids`, with the one that completes a text of `sampling.stop`,
+        or as long as asked or as the context allows.
 
         Raises:
             PromptTooLong: the prompt fills the context. UnusablePrompt: it is empty or holds ids that the model does not know.

@@ -29,7 +29,11 @@ def request_parameters(sampling: Sampling, seed: int, room: int, recorded: Recor
         ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,
-        detokenize=False,
+        # Only text shows where a text ends; it is looked for in all that was sampled, special tokens included.
+        stop=list(sampling.stop),
+        detokenize=bool(sampling.stop),
+        skip_special_tokens=False,
+        include_stop_str_in_output=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
         skip_clone=True,
         skip_reading_prefix_cache=recorded.experts is not None,  # what is not read has no experts to tell of

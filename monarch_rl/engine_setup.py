@@ -71,7 +71,7 @@ def engine_environment(cpu: bool) -> dict[str, str]:
 
 
 def build_llm(
-    model_path: str, dtype: str, seed: int, overrides: dict[str, Any], *, keep_masks: bool, keep_routing: bool
+    model_path: str, dtype: str, seed: int, overrides: dict[str, Any], *, keep_masks: bool, keep_routing: bool, stop_texts: bool = False
 ) -> tuple[Any, Recorded]:
     """An LLMEngine that has sampled one token, so that what this machine cannot run fails now and not at the first request.
 
@@ -92,7 +92,7 @@ def build_llm(
     experts = experts_to_keep(model_path) if keep_routing else None
     # vLLM's own switches need its second model runner, which there is not on CPUs.
     switches = {"return_sampling_mask": keep_masks, "enable_return_routed_experts": experts is not None}
-    own = {} if cpu else {name: True for name, on in switches.items() if on}
+    own = {"skip_tokenizer_init": not stop_texts} | ({} if cpu else {name: True for name, on in switches.items() if on})
     arguments = _arguments(overrides, known, model=model_path, dtype=dtype, seed=seed, **own)
     if cpu:
         arguments = _cpu_arguments(arguments)
@@ -213,7 +213,6 @@ def _arguments(overrides: dict[str, Any], known: set[str], **own: Any) -> dict[s
         "load_format": "dummy",
         "logprobs_mode": "processed_logprobs",
         "async_scheduling": False,
-        "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,

@@ -43,6 +43,12 @@ class GeneratorConfig:
     """token budget of one episode"""
     kv: Literal["keep", "recompute"] = "keep"
     """keys and values of unfinished episodes when new weights arrive: kept as the old weights made them, or computed anew"""
+    stop: list[str] = field(default_factory=list)
+    """texts that end a turn, beside the model's end tokens; the ids up to the one that completes such a text are the turn, all trained"""
+    stop_ids: list[int] = field(default_factory=list)
+    """ids that end a turn, beside the model's end tokens"""
+    truncated: Literal["keep", "mask", "drop"] = "keep"
+    """episodes that their budget ended: trained like others; kept out of the loss; or out of loss and baseline, like unscorable ones"""
     engine: dict[str, Any] = field(default_factory=dict)
     """passed on to vLLM's EngineArgs, e.g. generator.engine.max_num_seqs=64"""
 
@@ -54,6 +60,8 @@ def mistake(generator: GeneratorConfig) -> str:
         return f"generator.engine.{own[0]}: not passed on to vLLM; " + (f"set {instead}" if instead else "leave it out")
     if generator.temperature < COLDEST:
         return f"generator.temperature: must be at least {COLDEST:g}, the lowest that vLLM samples at"
+    if "" in generator.stop:
+        return "generator.stop: must hold texts of at least one character each"
     for name in ("top_p", "min_p"):
         if (value := getattr(generator, name)) > 1:
             return f"generator.{name}: must be at most 1, got {value:g}"

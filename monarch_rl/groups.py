@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
@@ -10,17 +11,32 @@ from numpy.typing import NDArray
 
 from monarch_rl.ledger import AgeError
 from monarch_rl.packing import pack, token_ages, trained_mask
-from monarch_rl.types import NOT_SAMPLED, Group, Shard
+from monarch_rl.types import NOT_SAMPLED, Episode, Group, Shard
 
 Verdict = Literal["trainable", "dead", "unscorable"]
 
 
 def judge(group: Group) -> Verdict:
-    """`unscorable`: no episode has a reward. `dead`: fewer than two distinct rewards, so that no episode is better than another."""
-    rewards = _scores(group)
-    if not rewards.size:
+    """`unscorable`: no episode has a reward. `dead`: there is nothing to learn, since all earn the same (from every turn on), so that
+    none is better than another, or since every episode is left out of the loss (`Episode.trained`)."""
+    to_go = [_to_go(turns) for turns in map(turn_rewards, group.episodes) if turns]
+    if not to_go:
         return "unscorable"
-    return "trainable" if rewards.min() < rewards.max() else "dead"
+    width = max(map(len, to_go))
+    differ = len({(*one, *one[-1:] * (width - len(one))) for one in to_go}) > 1
+    return "trainable" if differ and any(e.trained for e in group.episodes) else "dead"
+
+
+def turn_rewards(episode: Episode) -> list[float]:
+    """What each turn earned; empty where the episode is unscorable."""
+    if episode.reward is None or not np.isfinite(episode.reward):
+        return []
+    return list(episode.turn_rewards) or [0.0] * (len(episode.turn_tokens) - 1) + [episode.reward]
+
+
+def _to_go(turns: list[float]) -> tuple[float, ...]:
+    """From each turn to the end."""
+    return tuple(itertools.accumulate(reversed(turns)))[::-1]
 
 
 def describe(group: Group, width: int = 60) -> str:
@@ -58,11 +74,12 @@ def check_ages(groups: Iterable[Group], step: int, max_age: Callable[[int], int]
                 raise AgeError(f"prompt {group.ordinal} has a token of age {ages_N.max()} at step {step}, above buffer.max_age={bound}")
 
 
-def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int) -> list[Shard]:
+def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, dead_too: bool = False) -> list[Shard]:
     """Deal the episodes of a batch to the ranks.
 
-    In no shard are episodes without a trained token (unscorable, empty), and dead groups: every advantage is a difference to
-    the rest of the group, so theirs are 0. Their tokens count in the denominators all the same.
+    In no shard are episodes without a trained token (unscorable, empty), and dead groups: where every advantage is a difference to
+    the rest of the group, theirs are 0. Their tokens count in the denominators all the same. `dead_too`: dead groups are in
+    the shards, for they may have a gradient.
 
     Args:
         groups: of the whole batch, in the order of `Shard.rewards_PG`.
@@ -70,10 +87,8 @@ def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int) -> 
         ranks: trainer ranks, one shard each.
         budget: most padded tokens of a micro-batch.
     """
-    width = max(len(group.episodes) for group in groups)
-    rewards_PG = np.stack([np.pad(g.rewards_G, (0, width - len(g.episodes)), constant_values=np.nan) for g in groups])
-    rewards_PG[~np.isfinite(rewards_PG)] = np.nan
-    live = [judge(group) == "trainable" for group in groups]
+    rewards_PG, turn_rewards_PGK = reward_tables([group.episodes for group in groups])
+    live = [judge(group) == "trainable" or dead_too for group in groups]
     trained = [(p, g, e) for p, group in enumerate(groups) if live[p] for g, e in enumerate(group.episodes) if trained_mask(e).any()]
     tokens_P = [sum(int(trained_mask(e).sum()) for e in group.episodes) for group in groups]
     shards = []
@@ -87,13 +102,26 @@ def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int) -> 
                 places=[(p, g) for p, g, _ in mine],
                 microbatches=[list(range(start, start + len(run))) for start, run in zip(starts, runs, strict=False)],
                 rewards_PG=rewards_PG,
+                turn_rewards_PGK=turn_rewards_PGK,
                 total_tokens=sum(tokens_P),
                 left_out_tokens=sum(tokens for tokens, alive in zip(tokens_P, live, strict=True) if not alive),
-                total_episodes=int(np.isfinite(rewards_PG).sum()),
+                total_episodes=sum(_scorable(e) and e.trained for group in groups for e in group.episodes),
                 ordinals=[group.ordinal for group in groups],
             )
         )
     return shards
+
+
+def reward_tables(groups: Sequence[Sequence[Episode]]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """`Shard.rewards_PG` and `Shard.turn_rewards_PGK`."""
+    earned = [[turn_rewards(e) for e in group] for group in groups]
+    most = max([1, *(len(turns) for group in earned for turns in group)])
+    turn_rewards_PGK = np.full((len(groups), max(map(len, earned)), most), np.nan)
+    for p, group in enumerate(earned):
+        for g, turns in enumerate(group):
+            turn_rewards_PGK[p, g, : len(turns)] = turns
+    unscorable_PG = np.isnan(turn_rewards_PGK[..., 0])
+    return np.where(unscorable_PG, np.nan, np.nansum(turn_rewards_PGK, -1)), turn_rewards_PGK
 
 
 def figures(step: int, trained: Sequence[Group], barren: Sequence[Group], lineage: int = 0) -> dict[str, float]:
@@ -103,7 +131,7 @@ def figures(step: int, trained: Sequence[Group], barren: Sequence[Group], lineag
     replacing dead groups does not bend the curve:
 
     - `reward/mean`, `reward/std`: mean and population standard deviation of the rewards of all scorable episodes.
-    - `reward/frac_dead_groups`: groups with fewer than two distinct rewards, per group (unscorable groups among them).
+    - `reward/frac_dead_groups`: groups with nothing to learn, see `judge`, per group (unscorable groups among them).
     - `reward/frac_unscorable`: episodes without a finite reward, per episode.
     - `episode/tokens_mean`, `episode/tokens_max`: sampled tokens of an episode.
     - `episode/frac_truncated`: episodes that their token budget ended, per episode.
@@ -136,7 +164,11 @@ def figures(step: int, trained: Sequence[Group], barren: Sequence[Group], lineag
 
 
 def _scores(group: Group) -> NDArray[np.float64]:
-    return np.array([e.reward for e in group.episodes if e.reward is not None and np.isfinite(e.reward)], dtype=np.float64)
+    return np.array([e.reward for e in group.episodes if _scorable(e)], dtype=np.float64)
+
+
+def _scorable(episode: Episode) -> bool:
+    return episode.reward is not None and bool(np.isfinite(episode.reward))
 
 
 def _mean(values: Iterable[float]) -> float:

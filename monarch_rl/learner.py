@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,16 +15,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from monarch_rl.algorithms.advantages import ADVANTAGES
-from monarch_rl.algorithms.corrections import CORRECTIONS
+from monarch_rl.algorithms.corrections import PROXIMALS
+from monarch_rl.algorithms.kl import KL, k3
 from monarch_rl.algorithms.logprobs import mismatch_kl
-from monarch_rl.algorithms.losses import AGGREGATIONS, LOSSES, old_logprobs
-from monarch_rl.config import TrainerConfig
-from monarch_rl.models import PolicyModel, on_device, shard
+from monarch_rl.algorithms.losses import row_mean
+from monarch_rl.algorithms.objective import Objective
+from monarch_rl.models import PolicyModel, on_device, shard, shard_reference
 from monarch_rl.packing import Batch, collate, token_ages
-from monarch_rl.types import Shard
+from monarch_rl.trainer_config import TrainerConfig
+from monarch_rl.types import MASK, ROUTING, Shard
 
-F = TypeVar("F", bound=Callable[..., Any])
+LARGEST = 40.0
+"""Nats: what metrics take a log-ratio to be at most, so that the square of its exponential can be summed."""
 
 
 def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
@@ -39,23 +41,28 @@ def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
     return config.lr
 
 
-def chosen(value: str | F, known: Mapping[Any, F]) -> F:
-    """A function of the configuration: by its name, or given as itself."""
-    return known[value] if isinstance(value, str) else value
-
-
 class Trained(NamedTuple):
     """What the metrics need of the N trained tokens of a micro-batch, without gradient."""
 
     loss_N: Tensor
     """Weighted: the sum over the global batch is the loss."""
     logprobs_N: Tensor
+    old_N: Tensor
     behaviour_N: Tensor
     entropy_N: Tensor
-    clipped_N: Tensor
+    cut_N: Tensor
+    correction_N: Tensor
     ages_N: Tensor
     fresh_N: Tensor
     """1 where every token of the episode has age 0."""
+    share_N: Tensor
+    """1 / tokens of the row: adds up to the number of rows."""
+    masked_rows_N: Tensor
+    """1 where the corrections mask every token of the row."""
+    kl_loss_N: Tensor
+    """The KL term of the loss, weighted likewise."""
+    reference_kl_N: Tensor
+    """k3 estimate of the KL divergence to the reference."""
 
 
 class Learner:
@@ -70,6 +77,8 @@ class Learner:
         device_mesh: DeviceMesh,
         bf16: bool = False,
         lineage: int = 0,
+        length_budget: int = 0,
+        reference: PreTrainedModel | None = None,
     ) -> None:
         """Shards `causal_lm`, float32, in place.
 
@@ -79,10 +88,16 @@ class Learner:
             total_steps: where the learning rate schedule ends.
             bf16: forward and backward in bfloat16.
             lineage: trainer restarts so far, see `Version`.
+            length_budget: most sampled tokens of an episode; only `trainer.aggregation=constant` needs it.
+            reference: where `config.kl` is above 0, the model that the policy is held to; it is sharded and never changes.
         """
         self.config, self.total_steps, self.device_mesh, self.lineage = config, total_steps, device_mesh, lineage
+        self.objective = Objective.of(config, length_budget)
         model = PolicyModel(causal_lm, config.logprob_chunk)
         self.model = shard(model, device_mesh, bf16=bf16, activation_checkpointing=config.activation_checkpointing)
+        if config.kl and reference is None:
+            raise ValueError("trainer.kl is above 0, but there is no reference to hold the policy to")
+        self.reference = reference and shard_reference(reference, device_mesh, bf16=bf16, logprob_chunk=config.logprob_chunk)
         self.parameters = list(self.model.parameters())
         self.device = self.parameters[0].device
         betas = (config.betas[0], config.betas[1])
@@ -95,7 +110,8 @@ class Learner:
             before_update: called when the gradient is ready and the weights are about to change.
 
         Returns:
-            Metrics of the whole batch, the same on every rank. `ratio/*` is trainer over sampler, π / μ, for all trained tokens.
+            Metrics of the whole batch, the same on every rank. `ratio/*` is trainer over sampler, π / μ, for all trained tokens;
+            `ratio/policy_*` and `ratio/old_*` are its two factors, π / π_old and π_old / μ.
             `mismatch/*` compares the two on episodes whose every token has age 0, where both hold the same weights and no keys
             and values of older ones are left (k3 and nats); these keys are absent when there are no such episodes.
 
@@ -105,13 +121,17 @@ class Learner:
             On every rank alike, save for the token that is too new; weights and optimizer are left as they were.
         """
         self.optimizer.zero_grad(set_to_none=True)
-        advantages_PG = chosen(self.config.advantage, ADVANTAGES)(torch.from_numpy(batch.rewards_PG))
         packed = [collate([batch.episodes[i] for i in indices]) for indices in batch.microbatches]
+        references = [self._reference_logprobs(arrays) for arrays in packed]
+        rewards = torch.from_numpy(batch.rewards_PG), torch.from_numpy(batch.turn_rewards_PGK)
+        advantages_PGK = self.objective.advantages(*_less(*rewards, self._penalty(packed, references, batch)))
         trained = []
-        for arrays, indices in zip(packed, batch.microbatches, strict=True):
-            advantages_B = torch.tensor([float(advantages_PG[batch.places[i]]) for i in indices])
-            trained.append(self._backward(arrays, advantages_B, batch))
+        for arrays, indices, reference_N in zip(packed, batch.microbatches, references, strict=True):
+            advantages_N = _of_tokens(advantages_PGK, arrays, [batch.places[i] for i in indices])
+            trained.append(self._backward(arrays, advantages_N, batch, reference_N))
         metrics = _metrics(trained, packed, self.device_mesh)
+        if self.reference is None:
+            del metrics["kl/ref"]
         announced = batch.total_tokens - batch.left_out_tokens
         if metrics["tokens/trained"] != announced:
             found = f"{metrics['tokens/trained']:.0f}"
@@ -119,25 +139,85 @@ class Learner:
         grad_norm = self._clip_gradients(batch.step)
         return metrics | {"grad_norm": grad_norm, "lr": self._update(batch.step)}
 
-    def _backward(self, arrays: Batch, advantages_B: Tensor, batch: Shard) -> Trained:
+    def _read(self, arrays: Batch, *channels: str) -> list[Any]:
+        """What a forward pass takes, with these of the channels."""
+        read = (arrays.inputs_BT, arrays.positions_N, arrays.targets_N, arrays.temperatures_N)
+        chosen = {name: channel for name, channel in arrays.channels.items() if name in channels}
+        return [*(torch.from_numpy(x).to(self.device) for x in read), on_device(chosen, self.device)]
+
+    @torch.no_grad()
+    def _reference_logprobs(self, arrays: Batch) -> Tensor | None:
+        """[N] of the distributions that were sampled from, but with experts of its own choice. An empty micro-batch is run too."""
+        if self.reference is None:
+            return None
+        logprobs_N: Tensor = self.reference(*self._read(arrays, MASK))[0]
+        return logprobs_N
+
+    def _penalty(self, packed: list[Batch], references: list[Tensor | None], batch: Shard) -> Tensor:
+        """[P, G] float64: `config.kl` times the sum of the KL estimates over an episode's trained tokens, as its sampler saw them.
+
+        The sampler's logprobs stand for the policy's: a reward is of what was done. Each rank knows of its own episodes.
+        """
+        penalty_PG = torch.zeros(batch.rewards_PG.shape, dtype=torch.float64, device=self.device)
+        if self.reference is None or self.config.kl_in == "loss":
+            return penalty_PG.cpu()
+        for arrays, indices, reference_N in zip(packed, batch.microbatches, references, strict=True):
+            assert reference_N is not None
+            behaviour_N = torch.from_numpy(arrays.logprobs_N).to(self.device)
+            kl_N = KL[self.config.kl_estimator](behaviour_N, reference_N, behaviour_N).double()
+            places_N2 = np.array(batch.places, np.int64).reshape(-1, 2)[np.array(indices, np.int64)[arrays.rows_N]]
+            penalty_PG.index_put_(torch.from_numpy(places_N2).to(self.device).unbind(-1), kl_N, accumulate=True)
+        dist.all_reduce(penalty_PG, group=self.device_mesh.get_group())
+        return self.config.kl * penalty_PG.cpu()
+
+    def _regulariser(self, logprobs_N: Tensor, entropy_N: Tensor, old_N: Tensor, reference_N: Tensor | None) -> tuple[Tensor, Tensor]:
+        """[N] what is added to the policy loss, before weights: the KL term, and less the entropy bonus."""
+        kl_N, bonus_N = torch.zeros_like(logprobs_N), torch.zeros_like(logprobs_N)
+        if reference_N is not None and self.config.kl_in == "loss":
+            kl_N = self.config.kl * KL[self.config.kl_estimator](logprobs_N, reference_N, old_N)
+        if self.config.entropy:
+            bonus_N = self.config.entropy * entropy_N
+        return kl_N, -bonus_N
+
+    def _backward(self, arrays: Batch, advantages_N: Tensor, batch: Shard, reference_N: Tensor | None) -> Trained:
         """Adds the gradient of one micro-batch. An empty one is run too: other ranks wait for its collectives."""
         ages = token_ages(arrays.versions_N, batch.step, self.lineage)
         fresh = _of_fresh_rows(arrays.rows_N, ages)
-        read = (arrays.inputs_BT, arrays.positions_N, arrays.targets_N, arrays.temperatures_N)
         known = (arrays.rows_N, arrays.logprobs_N, ages, fresh)
         rows_N, behaviour_N, ages_N, fresh_N = (torch.from_numpy(x).to(self.device) for x in known)
-        channels = on_device(arrays.channels, self.device)
-        logprobs_N, entropy_N = self.model(*(torch.from_numpy(x).to(self.device) for x in read), channels)
+        logprobs_N, entropy_N = self.model(*self._read(arrays, MASK, ROUTING))
         own_N = logprobs_N.detach()
-        # REINFORCE has no ratio of its own, so that the correction has to cover all of π / μ: "old" is the trainer itself.
-        old_N = own_N if self.config.loss == "reinforce" else old_logprobs(own_N, behaviour_N, ages_N)
-        advantages_N = advantages_B.to(self.device)[rows_N]
-        loss_N, clipped_N = chosen(self.config.loss, LOSSES)(logprobs_N, old_N, advantages_N, self.config.clip_low, self.config.clip_high)
-        weights_N = AGGREGATIONS[self.config.aggregation](rows_N, batch.total_tokens, batch.total_episodes)
-        loss_N = loss_N * weights_N * CORRECTIONS[self.config.correction](old_N, behaviour_N)
+        terms = self.objective.terms(
+            logprobs_N,
+            behaviour_N,
+            advantages_N.to(logprobs_N),
+            rows_N,
+            ages_N,
+            total_tokens=batch.total_tokens,
+            total_episodes=batch.total_episodes,
+        )
+        # Whatever the loss's ratio is taken to: an estimate from stale tokens is of the sampler's.
+        sampled_N = PROXIMALS["auto"](own_N, behaviour_N, ages_N)
+        kl_N, bonus_N = self._regulariser(logprobs_N, entropy_N, sampled_N, reference_N)
+        total_N = terms.loss_N + terms.weights_N * (kl_N + bonus_N)
         # FSDP2 averages gradients over the ranks, while the weights make the loss a sum over them.
-        (loss_N.sum() * self.device_mesh.size()).backward()
-        return Trained(loss_N.detach(), own_N, behaviour_N, entropy_N, clipped_N, ages_N, fresh_N)
+        (total_N.sum() * self.device_mesh.size()).backward()
+        kept_N = row_mean((terms.correction_N != 0).float(), rows_N)
+        return Trained(
+            terms.loss_N.detach(),
+            own_N,
+            terms.old_N,
+            behaviour_N,
+            entropy_N.detach(),
+            terms.cut_N,
+            terms.correction_N,
+            ages_N,
+            fresh_N,
+            1 / rows_N.bincount()[rows_N],
+            kept_N == 0,
+            kl_loss_N=(terms.weights_N * kl_N).detach(),
+            reference_kl_N=torch.zeros_like(own_N) if reference_N is None else k3(own_N, reference_N, own_N),
+        )
 
     def _clip_gradients(self, step: int) -> float:
         """Norm of the gradient over all ranks, before clipping."""
@@ -156,6 +236,20 @@ class Learner:
         return lr
 
 
+def _less(rewards_PG: Tensor, turn_rewards_PGK: Tensor, penalty_PG: Tensor) -> tuple[Tensor, Tensor]:
+    """Rewards with a penalty taken off; of those of turns, off the last."""
+    last_PG1 = (turn_rewards_PGK.isfinite().sum(-1, keepdim=True) - 1).clamp(min=0)
+    return rewards_PG - penalty_PG, turn_rewards_PGK.scatter_add(-1, last_PG1, -penalty_PG[..., None])
+
+
+def _of_tokens(advantages_PGK: Tensor, arrays: Batch, places: list[tuple[int, int]]) -> Tensor:
+    """[N] advantage of each trained token: of its episode, or of its turn."""
+    if not places:
+        return advantages_PGK.new_zeros(0)
+    turns_N = torch.from_numpy(arrays.turns_N).clamp(max=advantages_PGK.shape[-1] - 1)
+    return torch.stack([advantages_PGK[place] for place in places])[torch.from_numpy(arrays.rows_N), turns_N]
+
+
 def _of_fresh_rows(rows_N: NDArray[np.int64], ages_N: NDArray[np.int64]) -> NDArray[np.bool_]:
     """[N] whether no token of the row is older than the trainer's weights."""
     oldest_B = np.zeros(rows_N.max(initial=-1) + 1, np.int64)
@@ -166,31 +260,71 @@ def _of_fresh_rows(rows_N: NDArray[np.int64], ages_N: NDArray[np.int64]) -> NDAr
 
 def _metrics(trained: list[Trained], packed: list[Batch], device_mesh: DeviceMesh) -> dict[str, float]:
     """Of all ranks' tokens, the same on every rank; one collective."""
-    columns = (torch.cat(parts).double() for parts in zip(*trained, strict=True))
-    loss_N, logprobs_N, behaviour_N, entropy_N, clipped_N, ages_N, fresh_N = columns
-    ratio_N = (logprobs_N - behaviour_N).exp()
-    gap_N = (logprobs_N - behaviour_N).abs() * fresh_N
-    kl_N = mismatch_kl(logprobs_N, behaviour_N) * fresh_N
-    per_token = {"loss": loss_N, "entropy": entropy_N, "clipped": clipped_N, "fresh": fresh_N, "kl": kl_N}
-    peaks = {"ratio": ratio_N, "age": ages_N, "gap": gap_N}
-    counts = {"tokens": len(loss_N), "read": sum(b.tokens for b in packed), "padded": sum(b.inputs_BT.size for b in packed)}
-    sums = {name: x_N.sum() for name, x_N in (per_token | peaks).items()} | {name: loss_N.new_tensor(n) for name, n in counts.items()}
+    t = Trained(*(torch.cat(parts).double() for parts in zip(*trained, strict=True)))
+    log_ratio_N = (t.logprobs_N - t.behaviour_N).clamp(max=LARGEST)
+    ratio_N, gap_N = log_ratio_N.exp(), log_ratio_N.abs() * t.fresh_N
+    per_token = {
+        "loss": t.loss_N,
+        "entropy": t.entropy_N,
+        "low": t.cut_N < 0,
+        "high": t.cut_N > 0,
+        "fresh": t.fresh_N,
+        "k1": -log_ratio_N * t.fresh_N,
+        "k3": mismatch_kl(t.logprobs_N, t.behaviour_N) * t.fresh_N,
+        "square": ratio_N.square(),
+        "correction": t.correction_N,
+        "masked": t.correction_N == 0,
+        "kl_loss": t.kl_loss_N,
+        "reference_kl": t.reference_kl_N,
+        "rows": t.share_N,
+        "masked_rows": t.share_N * t.masked_rows_N,
+    }
+    peaks = {
+        "ratio": ratio_N,
+        "policy": (t.logprobs_N - t.old_N).clamp(max=LARGEST).exp(),
+        "old": (t.old_N - t.behaviour_N).clamp(max=LARGEST).exp(),
+        "age": t.ages_N,
+        "gap": gap_N,
+    }
+    counts = {"tokens": len(ratio_N), "read": sum(b.tokens for b in packed), "padded": sum(b.inputs_BT.size for b in packed)}
+    sums = {name: x_N.double().sum() for name, x_N in (per_token | peaks).items()}
+    sums |= {name: ratio_N.new_tensor(n) for name, n in counts.items()}
     maxima = {name: x_N.amax() if len(x_N) else x_N.new_zeros(()) for name, x_N in peaks.items()}
-    total, most = _over_ranks(sums, maxima, device_mesh)
+    return _figures(*_over_ranks(sums, maxima, device_mesh))
+
+
+def _figures(total: dict[str, float], most: dict[str, float]) -> dict[str, float]:
+    """Metrics from what was summed and what was compared over all tokens."""
     tokens, fresh = max(1, total["tokens"]), max(1, total["fresh"])
     metrics = {
         "loss/policy": total["loss"],
-        "loss/kl": 0.0,  # there is no reference policy yet
+        "loss/kl": total["kl_loss"],
+        "kl/ref": total["reference_kl"] / tokens,
         "entropy": total["entropy"] / tokens,
         "ratio/mean": total["ratio"] / tokens,
         "ratio/max": most["ratio"],
-        "clip/frac": total["clipped"] / tokens,
+        "ratio/policy_mean": total["policy"] / tokens,
+        "ratio/policy_max": most["policy"],
+        "ratio/old_mean": total["old"] / tokens,
+        "ratio/old_max": most["old"],
+        "ratio/ess": total["ratio"] ** 2 / (tokens * total["square"]) if total["square"] else 0.0,
+        "clip/frac": (total["low"] + total["high"]) / tokens,
+        "clip/frac_low": total["low"] / tokens,
+        "clip/frac_high": total["high"] / tokens,
+        "correction/mean": total["correction"] / tokens,
+        "correction/frac_masked": total["masked"] / tokens,
+        "correction/frac_masked_episodes": total["masked_rows"] / max(1, total["rows"]),
         "age/mean": total["age"] / tokens,
         "age/max": most["age"],
         "tokens/trained": total["tokens"],
         "padding/frac": 1 - total["read"] / total["padded"],
     }
-    mismatch = {"mismatch/kl": total["kl"] / fresh, "mismatch/mean_abs": total["gap"] / fresh, "mismatch/max_abs": most["gap"]}
+    mismatch = {
+        "mismatch/kl": total["k3"] / fresh,
+        "mismatch/k1": total["k1"] / fresh,
+        "mismatch/mean_abs": total["gap"] / fresh,
+        "mismatch/max_abs": most["gap"],
+    }
     return metrics | (mismatch if total["fresh"] else {})
 
 

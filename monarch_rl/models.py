@@ -111,11 +111,11 @@ def load_causal_lm(path: str, dtype: torch.dtype = torch.float32) -> PreTrainedM
 
 @torch.no_grad()
 def _has_plain_head(causal_lm: PreTrainedModel) -> bool:
-    """Whether logits are head(last hidden state), which `PolicyModel` takes for granted."""
+    """Whether logits are head(last hidden state), with a linear head: `PolicyModel` takes that for granted."""
     ids_BT = torch.arange(8)[None]
     head = causal_lm.eval().get_output_embeddings()
     hidden_BTD = causal_lm.base_model(input_ids=ids_BT, use_cache=False).last_hidden_state
-    return head is not None and torch.equal(head(hidden_BTD), causal_lm(input_ids=ids_BT, use_cache=False).logits)
+    return isinstance(head, nn.Linear) and torch.equal(head(hidden_BTD), causal_lm(input_ids=ids_BT, use_cache=False).logits)
 
 
 def shard(model: PolicyModel, device_mesh: DeviceMesh, *, bf16: bool, activation_checkpointing: bool) -> PolicyModel:
@@ -134,6 +134,14 @@ def shard(model: PolicyModel, device_mesh: DeviceMesh, *, bf16: bool, activation
         fully_shard(layer, mesh=device_mesh, mp_policy=policy)
     # Of the root's inputs only temperatures are no integers; they are not to be rounded.
     fully_shard(model, mesh=device_mesh, mp_policy=replace(policy, cast_forward_inputs=False))
+    return model
+
+
+def shard_reference(causal_lm: PreTrainedModel, device_mesh: DeviceMesh, *, bf16: bool, logprob_chunk: int) -> PolicyModel:
+    """A frozen copy to compare the policy with, sharded like it; between two forward passes nothing of it is gathered."""
+    model = PolicyModel(causal_lm.requires_grad_(False), logprob_chunk)
+    sharded: Any = shard(model, device_mesh, bf16=bf16, activation_checkpointing=False)
+    sharded.set_reshard_after_forward(True)
     return model
 
 

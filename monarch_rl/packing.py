@@ -92,6 +92,8 @@ class Batch:
     """Ids of the trained tokens."""
     rows_N: NDArray[np.int64]
     """Row of each trained token."""
+    turns_N: NDArray[np.int64]
+    """Turn of its episode that each trained token belongs to, from 0."""
     logprobs_N: NDArray[np.float32]
     """The sampler's."""
     versions_N: NDArray[np.int64]
@@ -105,11 +107,19 @@ class Batch:
 
 
 def trained_mask(episode: Episode) -> NDArray[np.bool_]:
-    """[T] True where a token enters the loss and its denominator: sampled, with a finite logprob, in a scorable episode."""
-    if episode.reward is None or not np.isfinite(episode.reward):
+    """[T] True where a token enters the loss and its denominator: sampled, with a finite logprob, in a scorable episode to be trained."""
+    if episode.reward is None or not np.isfinite(episode.reward) or not episode.trained:
         return np.zeros_like(episode.loss_mask_T)
     trained_T: NDArray[np.bool_] = episode.loss_mask_T & np.isfinite(episode.logprobs_T)
     return trained_T
+
+
+def turns(episode: Episode) -> NDArray[np.int64]:
+    """[T] the turn that each sampled token belongs to, from 0; 0 for the others."""
+    turns_T = np.zeros(len(episode.ids_T), np.int64)
+    counts = episode.turn_tokens or [episode.sampled_tokens]
+    turns_T[episode.loss_mask_T] = np.repeat(np.arange(len(counts)), counts)
+    return turns_T
 
 
 def collate(episodes: Sequence[Episode]) -> Batch:
@@ -122,10 +132,12 @@ def collate(episodes: Sequence[Episode]) -> Batch:
     rows, width = max(1, len(episodes)), max([2, *(len(e.ids_T) for e in episodes)])
     ids_BT, mask_BT = np.zeros((rows, width), np.int64), np.zeros((rows, width), np.bool_)
     logprobs_BT, versions_BT = np.zeros((rows, width), np.float32), np.zeros((rows, width), np.int64)
+    turns_BT = np.zeros((rows, width), np.int64)
     for row, episode in enumerate(episodes):
         here = np.s_[row, : len(episode.ids_T)]
         ids_BT[here], mask_BT[here] = episode.ids_T, trained_mask(episode)
         logprobs_BT[here], versions_BT[here] = episode.logprobs_T, episode.versions_T
+        turns_BT[here] = turns(episode)
     if mask_BT[:, 0].any():
         raise ValueError(f"episode {int(mask_BT[:, 0].argmax())} of the micro-batch has no prompt: its first token is marked as sampled")
     mask_BT = mask_BT[:, 1:]
@@ -136,6 +148,7 @@ def collate(episodes: Sequence[Episode]) -> Batch:
         positions_N=np.flatnonzero(mask_BT),
         targets_N=ids_BT[:, 1:][mask_BT],
         rows_N=rows_N,
+        turns_N=turns_BT[:, 1:][mask_BT],
         logprobs_N=logprobs_BT[:, 1:][mask_BT],
         versions_N=versions_BT[:, 1:][mask_BT],
         temperatures_N=temperatures_B[rows_N],

@@ -17,6 +17,7 @@ from monarch_rl.rendering import Renderer
 from monarch_rl.supervise import cause
 from monarch_rl.tasks import PromptError, Score, Task, load_task, make_prompt
 from monarch_rl.tasks.reward_process import FAULT, NO_REWARD, RewardProcess
+from monarch_rl.trainer_config import own_functions
 from monarch_rl.types import Message, Prompt, Split
 
 FIRST = 64
@@ -31,8 +32,13 @@ def check(config: Config) -> tuple[Renderer, Task]:
     """
     trackers.check(config.trackers)
     hosts_by_role(config, host_count(config))
+    if own_functions(config.trainer):  # what is built in was checked with the configuration, without importing torch
+        _try_objective(config)
     renderer = Renderer.of(config.model)
     _check_routing(config, renderer)
+    for id in config.generator.stop_ids:
+        if not renderer.knows(id):
+            raise UserError(f"generator.stop_ids: {id} is no id of the tokenizer in {renderer.directory}")
     task = _load(config)
     steps_of_data(config, task)
     if config.replay:
@@ -97,6 +103,18 @@ def look_closely(config: Config, renderer: Renderer, task: Task) -> list[str]:
         said = error.removeprefix(no_number)
         raise UserError(f"task={label(config.task)}: the reward of an empty completion of train prompt 0 is {said}")
     return [f"task: {label(config.task)}", *found, f"reward of an empty completion: {score.reward if score.error is None else score.error}"]
+
+
+def _try_objective(config: Config) -> None:
+    from monarch_rl.algorithms.objective import Objective
+
+    try:
+        Objective.of(config.trainer, config.generator.max_new_tokens)
+    except UserError:
+        raise
+    except Exception as error:  # the functions are the user's own
+        said = " ".join(getattr(error, "__notes__", [])) or "trainer"
+        raise UserError(f"{said}: {type(error).__name__}: {cause(error)}") from error
 
 
 def _check_routing(config: Config, renderer: Renderer) -> None:

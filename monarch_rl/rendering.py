@@ -81,6 +81,9 @@ class Renderer:
         ids = self._encode(tail)
         return ids[1:] if ids[:1] == [after] else ids
 
+    def knows(self, id: int) -> bool:
+        return id >= 0 and self._tokenizer.id_to_token(id) is not None
+
     def decode(self, ids: Iterable[int]) -> str:
         """Text without special tokens."""
         return self._tokenizer.decode([int(id) for id in ids], skip_special_tokens=True)

@@ -73,6 +73,7 @@ class Trajectory:
             truncated=self.truncated,
             temperature=temperature,
             transcript=self._shown if len(self.turns) > 1 else "",
+            turn_tokens=[len(part.ids_T) for part, sampled in zip(self._parts, self._masks, strict=True) if sampled],
             channels=self._channels(),
         )
 

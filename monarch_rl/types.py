@@ -61,6 +61,8 @@ class Sampling:
     temperature: float = 1.0
     stop_ids: tuple[int, ...] = ()
     """Ids that end a turn; the one that was sampled is part of the generation and is trained."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a turn, special tokens among them; all ids up to the one that completes it are the generation."""
     top_k: int = 0
     """0: off."""
     top_p: float = 1.0
@@ -68,8 +70,9 @@ class Sampling:
 
     @classmethod
     def of(cls, generator: GeneratorConfig, stop_ids: tuple[int, ...] = ()) -> Sampling:
-        """As the configuration says."""
-        return cls(**{name: getattr(generator, name) for name in SAMPLED_BY}, stop_ids=stop_ids)
+        """As the configuration says. `stop_ids`: the model's own."""
+        drawn = {name: getattr(generator, name) for name in SAMPLED_BY}
+        return cls(**drawn, stop_ids=(*stop_ids, *generator.stop_ids), stop=tuple(generator.stop))
 
     @property
     def truncates(self) -> bool:
@@ -166,6 +169,12 @@ class Episode(_Compact):
     """That its tokens were sampled at."""
     transcript: str = ""
     """Of an episode of several turns: the text with what the model was told in ⟨ ⟩."""
+    turn_tokens: list[int] = field(default_factory=list)
+    """Sampled tokens of each turn; empty: they are all of one."""
+    turn_rewards: list[float] = field(default_factory=list)
+    """One for each turn, `reward` is their sum; empty: the reward is of the episode, earned with the last turn."""
+    trained: bool = True
+    """False: left out of the loss and its denominators, though its reward is part of the baseline (`generator.truncated=mask`)."""
     channels: dict[str, Rows] = field(default_factory=dict)
     """By name; one row for each of the T tokens."""
 
@@ -219,10 +228,12 @@ class Shard:
     """Indices into `episodes`, per micro-batch; every rank has the same number (one may be empty)."""
     rewards_PG: NDArray[np.float64]
     """Of the whole batch; NaN: unscorable (or no such episode)."""
+    turn_rewards_PGK: NDArray[np.float64]
+    """The same by turn; NaN: no such turn."""
     total_tokens: int
     """Sampled tokens of all scorable episodes of the whole batch: the global token-mean denominator."""
     total_episodes: int
-    """Scorable episodes of the whole batch."""
+    """Scorable episodes of the whole batch that are to be trained."""
     left_out_tokens: int = 0
     """Of `total_tokens`, those that no rank has to look at: of dead groups, whose advantages are all 0."""
     ordinals: list[int] = field(default_factory=list)

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from monarch_rl.checkpoint import Saver
+from monarch_rl.groups import reward_tables
 from monarch_rl.packing import pack, trained_mask
 from monarch_rl.types import NOT_SAMPLED, Episode, Shard, Version
 
@@ -79,7 +80,7 @@ def shards(
     if order:
         order.shuffle(places)
     everything = [groups[p][g] for p, g in places]
-    rewards_PG = np.array([[np.nan if e.reward is None else e.reward for e in group] for group in groups], np.float64)
+    rewards_PG, turn_rewards_PGK = reward_tables(groups)
     result = []
     for microbatches in pack([len(e.ids_T) for e in everything], ranks, budget):
         mine = sorted(i for microbatch in microbatches for i in microbatch)
@@ -91,6 +92,7 @@ def shards(
                 places=[places[i] for i in mine],
                 microbatches=[[local[i] for i in microbatch] for microbatch in microbatches],
                 rewards_PG=rewards_PG,
+                turn_rewards_PGK=turn_rewards_PGK,
                 total_tokens=sum(int(trained_mask(e).sum()) for e in everything),
                 total_episodes=int(np.isfinite(rewards_PG).sum()),
             )

@@ -46,6 +46,7 @@ def _episode(episode: Episode) -> dict[str, object]:
         "completion": episode.text,
         **transcript,
         "reward": episode.reward,
+        **({"turn_rewards": episode.turn_rewards} if episode.turn_rewards else {}),
         "error": episode.error,
         "tokens": episode.sampled_tokens,
         "truncated": episode.truncated,

@@ -9,21 +9,20 @@ import ast
 import difflib
 import hashlib
 import importlib
-import importlib.util
 import inspect
 import pickle
 import random
 import reprlib
-import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, Protocol, Self
 
 from monarch_rl.config import UserError, is_object, label
 from monarch_rl.supervise import cause
+from monarch_rl.trainer_config import nearest
 from monarch_rl.types import Message, Prompt, Split
+from monarch_rl.user_files import load_attribute
 
 BUILT_IN = {"arithmetic": "Arithmetic", "calculator": "Calculator", "gsm8k": "GSM8K"}
 """Class of each task of this package, by the name of its module."""
@@ -66,8 +65,11 @@ class Task(Protocol):
         """
         ...
 
-    def reward(self, prompt: Prompt, completion: Completion) -> float:
-        """Judges one episode. Runs in a process of its own; raising makes the episode unscorable."""
+    def reward(self, prompt: Prompt, completion: Completion) -> float | Sequence[float]:
+        """Judges one episode. Runs in a process of its own; raising makes the episode unscorable.
+
+        A list has one number for each of `completion.turns`; their sum is the episode's reward.
+        """
         ...
 
     def observe(self, prompt: Prompt, turns: Sequence[str]) -> str | list[Message] | None:
@@ -84,6 +86,8 @@ class Score(NamedTuple):
 
     reward: float | None
     error: str | None = None
+    turn_rewards: tuple[float, ...] = ()
+    """One for each turn, where the task says so; `reward` is their sum."""
 
 
 class Observation(NamedTuple):
@@ -210,10 +214,7 @@ def _user_attribute(spec: str) -> Any:
         near = next((files.get(name, name) for name in difflib.get_close_matches(spec, [*BUILT_IN, *files], n=1)), None)
         hint = f"; did you mean {near!r}?" if near else ""
         raise UserError(f"task={spec}: neither a built-in task ({known}) nor path/to/file.py:name{hint}")
-    module = _import_file(Path(file), spec)
-    if not hasattr(module, attribute):
-        raise UserError(f"task={spec}: {file} has no attribute {attribute!r}{_nearest(attribute, vars(module))}")
-    return getattr(module, attribute)
+    return load_attribute("task", spec)
 
 
 def _classes(file: str) -> str:
@@ -225,33 +226,13 @@ def _classes(file: str) -> str:
     return " or ".join(f"{file}:{node.name}" for node in tree.body if isinstance(node, ast.ClassDef)) or f"{file}:NAME"
 
 
-def _import_file(file: Path, spec: str) -> ModuleType:
-    """Registers the module under a name made from the path, so that its classes can be pickled between processes."""
-    if not file.is_file():
-        raise UserError(f"task={spec}: there is no file {file}")
-    file = file.resolve()
-    name = f"task_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=4).hexdigest()}"
-    if name in sys.modules:
-        return sys.modules[name]
-    origin = importlib.util.spec_from_file_location(name, file)
-    assert origin is not None  # for a .py file there always is one
-    assert origin.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(origin)
-    try:
-        origin.loader.exec_module(module)
-    except Exception as error:
-        del sys.modules[name]
-        raise UserError(f"task={spec}: {file} cannot be imported: {type(error).__name__}: {error}") from error
-    return module
-
-
 def _arguments(spec: str, factory: Callable[..., Any], args: dict[str, Any], seed: int) -> dict[str, Any]:
     signature = inspect.signature(factory)
     given = {"seed": seed, **args} if "seed" in signature.parameters else args
     try:
         signature.bind(**given)
     except TypeError as error:
-        unknown = [_nearest(name, signature.parameters) for name in args if name not in signature.parameters]
+        unknown = [nearest(name, signature.parameters) for name in args if name not in signature.parameters]
         raise UserError(f"task_args: {spec}: {error}{''.join(unknown[:1])}") from error
     return given
 
@@ -262,8 +243,3 @@ def _checked(spec: str, task: Any) -> Task:
     if missing:
         raise UserError(f"task={spec}: {type(task).__name__} has no {', '.join(missing)} (monarch_rl.tasks.Task has defaults to inherit)")
     return task  # type: ignore[no-any-return]
-
-
-def _nearest(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"; did you mean {near[0]!r}?" if near else ""

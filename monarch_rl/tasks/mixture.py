@@ -36,7 +36,7 @@ class Mixture(Task):
         part, own = self.place(ordinal)
         return replace(make_prompt(self.parts[part], own, split), ordinal=ordinal, task=self._names[part])
 
-    def reward(self, prompt: Prompt, completion: Completion) -> float:
+    def reward(self, prompt: Prompt, completion: Completion) -> float | Sequence[float]:
         return self.part_of(prompt).reward(self._own(prompt), completion)
 
     def observe(self, prompt: Prompt, turns: Sequence[str]) -> str | list[Message] | None:

@@ -76,7 +76,8 @@ class RewardProcess:
 
     async def scores(self, prompt: Prompt, completions: Sequence[str], deadline_s: float) -> list[Score]:
         """`score` of each, one after another; costs less than as many calls."""
-        return [Score(*answer) for answer in await self._call("reward", prompt, completions, deadline_s)]
+        answers = await self._call("reward", prompt, completions, deadline_s)
+        return [Score(sum(r), None, r) if isinstance(r, tuple) else Score(r, error) for r, error in answers]
 
     async def observe(self, prompt: Prompt, turns: Sequence[str], deadline_s: float) -> Observation:
         """As `score`, for the environment's answer to the last turn."""
@@ -211,8 +212,18 @@ def _answer(task: Task, what: Call, prompt: Prompt, said: Any) -> Answer:
         return None, f"{FAULT[what]}: {_one_line(error)}"
 
 
-def _reward(task: Task, prompt: Prompt, completion: str) -> float:
-    reward = task.reward(prompt, completion if isinstance(completion, Completion) else Completion(completion))
+def _reward(task: Task, prompt: Prompt, completion: str) -> float | tuple[float, ...]:
+    """One number, or one for each turn."""
+    completion = completion if isinstance(completion, Completion) else Completion(completion)
+    reward: Any = task.reward(prompt, completion)
+    if not isinstance(reward, (list, tuple)):
+        return _number(reward)
+    if len(reward) != len(completion.turns):
+        raise Unusable(f"{NO_REWARD} a list of {len(reward)} numbers, but there are {len(completion.turns)} turns")
+    return tuple(map(_number, reward))
+
+
+def _number(reward: Any) -> float:
     if not hasattr(reward, "__float__"):
         raise Unusable(f"{NO_REWARD} {reward!r}, not a number")
     if not math.isfinite(reward):

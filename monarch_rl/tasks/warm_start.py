@@ -170,7 +170,7 @@ def _turns(model: Any, tokenizer: Any, texts: list[str]) -> list[tuple[str, bool
 def accuracy(model: Any, tokenizer: Any, task: Task, prompts: list[Prompt]) -> float:
     """Share of prompts answered right by one sampled episode each."""
     completions = complete(model, tokenizer, task, prompts)
-    return sum(task.reward(p, said) for p, said in zip(prompts, completions, strict=True) if said is not None) / len(prompts)
+    return sum(task.reward(p, said) == 1 for p, said in zip(prompts, completions, strict=True) if said is not None) / len(prompts)
 
 
 def split_accuracy(model: Any, tokenizer: Any, task: Task, split: Split, count: int) -> float:

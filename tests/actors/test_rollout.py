@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from monarch.actor import ActorError, this_host
@@ -15,6 +16,7 @@ from monarch.actor import ActorError, this_host
 from actors.rollout import RolloutWorker
 from actors.scorer import Scorer
 from monarch_rl.config import Config
+from monarch_rl.groups import make_shards
 from monarch_rl.packing import collate, trained_mask
 from monarch_rl.rendering import Renderer
 from monarch_rl.tasks.tiny import BOS, EOS, tiny_path
@@ -67,9 +69,10 @@ def said(text: str) -> list[int]:
 class Rig:
     """One worker and what it talks to."""
 
-    def __init__(self, mesh: Any, task: str, script: dict[str, Any], prompt: Prompt, max_new_tokens: int, scorers: int, model: str) -> None:
-        config = Config(task=task)
-        config.model.path = model
+    def __init__(
+        self, mesh: Any, task: str, script: dict[str, Any], prompt: Prompt, max_new_tokens: int, scorers: int, config: Config
+    ) -> None:
+        config.task = task
         config.generator.max_new_tokens = max_new_tokens
         config.generator.group_size = len(next(iter(script.values())))
         self.generator = mesh.spawn("generator", ScriptedGenerator, script)
@@ -98,9 +101,10 @@ async def rig(tmp_path: Path) -> AsyncIterator[Any]:
 
     def build(script: dict[str, Any], max_new_tokens: int = 40, **changed: Any) -> Rig:
         meshes.append(mesh := this_host().spawn_procs({"workers": 1}))
-        task, model = changed.get("task", f"{tmp_path}/talk.py:Talk"), changed.get("model", "tiny")
+        task, config = changed.get("task", f"{tmp_path}/talk.py:Talk"), Config()
+        config.model.path, config.generator.truncated = changed.get("model", "tiny"), changed.get("truncated", "keep")
         prompt = Prompt(3, changed.get("content", next(iter(script))), answer=changed.get("answer", "secret"))
-        return Rig(mesh, task, script, prompt, max_new_tokens, changed.get("scorers", 1), model)
+        return Rig(mesh, task, script, prompt, max_new_tokens, changed.get("scorers", 1), config)
 
     yield build
     for mesh in meshes:
@@ -130,6 +134,7 @@ async def test_only_what_the_model_wrote_is_trained_each_end_of_turn_included(ri
     talk = rig({"go": [said("a"), said("no.")], "goa<1>": [said("bc")], "goa<1>bc<2>": [said("d.")]})
     episode = (await talk.group()).episodes[0]
     assert sampled(episode) == [*said("a"), *said("bc"), *said("d.")]
+    assert episode.turn_tokens == [2, 3, 3]
     told = ~episode.loss_mask_T
     assert RENDERER.decode(episode.ids_T[told]) == "go<1><2>"
     assert (episode.versions_T[told] == NOT_SAMPLED).all()
@@ -150,6 +155,23 @@ async def test_the_token_budget_is_of_all_turns_together(rig: Any) -> None:
     assert episode.sampled_tokens == 10
     assert episode.truncated
     assert (episode.text, episode.reward) == ("abc<1>de<2>fgh", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "reward", "trained", "tokens"), [("keep", 0.0, True, 8), ("mask", 0.0, False, 4), ("drop", None, True, 4)]
+)
+async def test_what_truncated_episodes_do_is_a_setting(rig: Any, rule: str, reward: float | None, trained: bool, tokens: int) -> None:
+    """Case 49. mask: out of the loss and its denominators, in the baseline; drop: out of the baseline too."""
+    talk = rig({"go": [said("ab."), said("abcdef."), said("b.")]}, max_new_tokens=4, truncated=rule)
+    group = await talk.group()
+    whole, cut, other = group.episodes
+    assert (whole.truncated, whole.reward, whole.trained) == (False, 1.03, True)
+    assert (cut.truncated, cut.reward, cut.trained) == (True, reward, trained)
+    assert cut.error == ("truncated (generator.truncated=drop)" if rule == "drop" else None)
+    (shard,) = make_shards([group], 9, 1, 64)
+    assert (shard.total_tokens, shard.total_episodes) == (tokens + other.sampled_tokens, 3 if rule == "keep" else 2)
+    assert len(shard.episodes) == shard.total_episodes
+    assert np.isfinite(shard.rewards_PG).sum() == (2 if rule == "drop" else 3)
 
 
 async def test_a_budget_that_ends_with_a_turn(rig: Any) -> None:

@@ -19,7 +19,7 @@ from monarch.actor import ActorError, this_host
 
 from actors.scorer import Scorer
 from monarch_rl.config import UserError
-from monarch_rl.tasks import Score
+from monarch_rl.tasks import Completion, Score
 from monarch_rl.tasks.reward_process import LENGTH, RewardProcess
 from monarch_rl.types import Prompt
 
@@ -99,7 +99,7 @@ async def test_scores_are_plain_numbers(process: RewardProcess) -> None:
         assert await process.score(PROMPT, f"give {said}", 10) == Score(reward)
 
 
-@pytest.mark.parametrize("value", ["None", "math.nan", "math.inf", "-math.inf", "'1.0'", "[1.0]", "1j"])
+@pytest.mark.parametrize("value", ["None", "math.nan", "math.inf", "-math.inf", "'1.0'", "[1.0, 2.0]", "[None]", "1j"])
 async def test_what_is_not_a_finite_number_is_unscorable(process: RewardProcess, value: str) -> None:
     """Case 46: None and NaN are neither a zero nor a crash."""
     score = await process.score(PROMPT, f"give {value}", 10)
@@ -107,6 +107,11 @@ async def test_what_is_not_a_finite_number_is_unscorable(process: RewardProcess,
     assert score.error is not None
     assert score.error.startswith("RewardError: reward is ")
     assert await process.score(PROMPT, "give 1", 10) == Score(1.0)
+
+
+async def test_a_reward_can_have_a_part_for_each_turn(process: RewardProcess) -> None:
+    said = Completion("give [0.5, 1]", ["give [0.5,", " 1]"])
+    assert await process.score(PROMPT, said, 10) == Score(1.5, None, (0.5, 1.0))
 
 
 @pytest.mark.parametrize(

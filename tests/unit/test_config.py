@@ -19,7 +19,19 @@ from monarch_rl.config import (
     schema,
     validate,
 )
-from monarch_rl.configure import find_gpu, flatten, help_table, load, nearest, provenance_table, read_recipe, recipe_names, write
+from monarch_rl.configure import (
+    PACKAGED_RECIPES,
+    find_gpu,
+    flatten,
+    help_table,
+    load,
+    nearest,
+    provenance_table,
+    read_recipe,
+    recipe_names,
+    write,
+)
+from monarch_rl.trainer_config import aggregation_of
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +79,7 @@ def test_help_table_lists_every_key_with_type_default_choices_within_the_width(w
         line = next(line for line in lines if line.split()[:1] == [f"{key.name}.*" if key.free else key.name])
         assert line.split()[1] == key.kind.split()[0]
         assert configure.show(key.default) in line
-    assert "(reinforce, grpo, dapo)" in table
+    assert "(constant, linear, cosine)" in table
     assert "peak learning rate of AdamW" in table
 
 
@@ -95,7 +107,7 @@ def test_recipe_by_path_is_named_after_the_file() -> None:
 
 
 def test_unknown_recipe() -> None:
-    said = "did you mean 'grpo_qwen'? recipes: calculator, grpo_qwen; a path must end in .yaml"
+    said = "did you mean 'grpo_qwen'? recipes: calculator, cispo, dapo, grpo_qwen, gspo, rloo; a path must end in .yaml"
     assert refusal("recipe=grpo_qwne") == f"no recipe 'grpo_qwne'; {said}"
     assert refusal("recipe=no/such.yaml") == "recipe=no/such.yaml: there is no such file"
 
@@ -245,6 +257,7 @@ def test_nearest(typed: str, meant: list[str]) -> None:
         ("seed", "command line: 'seed' has no '='; settings are key=value, e.g. seed=0"),
         ("--prnt", "unknown option '--prnt'; options are --help, --print, --dry-run, settings are key=value"),
         ("zzzz=1", "command line: unknown key 'zzzz'; --help lists all keys"),
+        ("trainer.clip_low=1", "command line: unknown key 'trainer.clip_low'; did you mean 'trainer.loss_args.clip_low'?"),
         ("steps.x=1", "command line: unknown key 'steps.x'; did you mean 'steps'?"),
         ("profiles.cpu.steps=1", "command line: unknown key 'profiles.cpu.steps'; did you mean 'steps'?"),
         ("eval=3", "command line: eval is a section and takes no value (3); it holds eval.every, eval.prompts"),
@@ -255,7 +268,6 @@ def test_nearest(typed: str, meant: list[str]) -> None:
         ("trainer.lr=${seed}x", "command line: trainer.lr: "),
         ("trainer.betas=[1,2,3]", "command line: trainer.betas: must be a list of 2 numbers, got [1, 2, 3]"),
         ("trainer.activation_checkpointing=maybe", "command line: trainer.activation_checkpointing: must be true or false, got 'maybe'"),
-        ("trainer.loss=dpao", "command line: trainer.loss: must be one of reinforce, grpo, dapo, got 'dpao'"),
         ("task_args=3", "command line: task_args: must be a mapping, e.g. task_args.name=value, got 3"),
         ("generator.engine.x={a", "command line: generator.engine.x: cannot read '{a' as YAML"),
         ("generator.engine.x=${", "command line: generator.engine.x: "),
@@ -283,6 +295,20 @@ def test_free_form_mappings() -> None:
     assert load([name, "task_args={}"]).config.task_args == {}
     assert load([name, "task_args={}", "task_args.z=1"]).config.task_args == {"z": 1}
     assert load([name, "task_args.deep=4"]).config.task_args == {"hi": 9, "deep": 4}
+
+
+def test_losses_are_known_by_name_with_their_arguments() -> None:
+    trainer = load(
+        ["recipe=grpo_qwen", "trainer.loss=gspo", "trainer.loss_args.clip_high=0.1", "trainer.correction=[tis, mask_age]"]
+    ).config.trainer
+    assert (trainer.loss, trainer.loss_args, trainer.correction) == ("gspo", {"clip_high": 0.1}, ["tis", "mask_age"])
+    assert (aggregation_of(TrainerConfig(loss="gspo")), aggregation_of(TrainerConfig())) == ("sequence_mean", "token_mean")
+    load(["recipe=grpo_qwen", "trainer.correction=[tis, icepop]", "trainer.correction_args={cap: 3, high: 2}"])
+    load(["recipe=grpo_qwen", "trainer.advantage=reinforce_pp", "buffer.dead_groups=keep", "generator.group_size=1"])
+    for key, said in [("loss=dpao", "'dpao'; did you mean 'dapo'?"), ("correction=[tis, icepo]", "'icepo'; did you mean 'icepop'?")]:
+        message = refusal("recipe=grpo_qwen", f"trainer.{key}")
+        assert message.startswith(f"trainer.{key.partition('=')[0]}: must be one of ")
+        assert message.endswith(f"or path/to/file.py:NAME, got {said}")
 
 
 # Written and read again
@@ -343,18 +369,39 @@ def test_round_trip_keeps_a_profile_that_this_machine_would_not_pick() -> None:
         ("generator.top_p=1.1", "generator.top_p: must be at most 1, got 1.1"),
         ("generator.min_p=-0.1", "generator.min_p: must be a finite number of at least 0, got -0.1"),
         ("generator.min_p=2", "generator.min_p: must be at most 1, got 2"),
+        ("generator.stop=['']", "generator.stop: must hold texts of at least one character each"),
+        ("generator.stop_ids=[a]", "command line: generator.stop_ids: must be a list of whole numbers, got ['a']"),
+        ("generator.stop=x", "command line: generator.stop: must be a list of texts, got 'x'"),
+        ("generator.truncated=no", "command line: generator.truncated: must be one of keep, mask, drop, got 'no'"),
+        ("trainer.kl=-1", "trainer.kl: must be a finite number of at least 0, got -1.0"),
+        ("trainer.kl_estimator=k4", "command line: trainer.kl_estimator: must be one of k1, k2, k3, unbiased, got 'k4'"),
+        ("trainer.entropy=-1", "trainer.entropy: must be a finite number of at least 0, got -1.0"),
         ("trainer.lr=nan", "trainer.lr: must be a finite number above 0, got nan"),
         ("trainer.lr=.inf", "trainer.lr: must be a finite number above 0, got inf"),
         ("trainer.max_grad_norm=-1", "trainer.max_grad_norm: must be a finite number of at least 0, got -1.0"),
-        ("trainer.betas=[0.9, 1]", "trainer.betas: must each be at least 0 and below 1, got [0.9, 1.0]"),
-        ("trainer.clip_low=1.5", "trainer.clip_low: must be at most 1, got 1.5"),
+        ("trainer.betas=[0.9,1]", "trainer.betas: must each be at least 0 and below 1, got [0.9, 1.0]"),
+        ("trainer.loss_args.clip_low=1.5", "trainer.loss_args.clip_low: must be at most 1, got 1.5"),
+        ("trainer.loss_args.clip_hihg=1", "trainer.loss_args.clip_hihg: dapo takes clip_high, clip_low; did you mean 'clip_high'?"),
+        ("trainer.loss_args.clip_high=yes", "trainer.loss_args.clip_high: must be a finite number of at least 0, got True"),
+        (
+            "trainer.advantage=grpo trainer.advantage_args.epsilon=0",
+            "trainer.advantage_args.epsilon: must be a finite number above 0, got 0",
+        ),
+        ("trainer.advantage_args.epsilon=1", "trainer.advantage_args.epsilon: mean takes no arguments"),
+        ("trainer.correction_args.cap=-1", "trainer.correction_args.cap: none takes no arguments"),
+        ("trainer.correction=[]", "trainer.correction: must name at least one; none is a name too"),
+        ("trainer.loss=nothing.py:fn", "trainer.loss=nothing.py:fn: there is no file nothing.py"),
+        (
+            "trainer.loss=notebook:fn",
+            "trainer.loss=notebook:fn was defined in a notebook: put it into a file, and use trainer.loss=path/to/file.py:fn",
+        ),
         ("rollout.deadline_s=0", "rollout.deadline_s: must be a finite number above 0, got 0.0"),
         ("generator.engine.model=x", "generator.engine.model: not passed on to vLLM; set model.path"),
         ("generator.engine.tensor_parallel_size=2", "generator.engine.tensor_parallel_size: not passed on to vLLM; leave it out"),
     ],
 )
 def test_ranges(argument: str, expected: str) -> None:
-    assert refusal("recipe=grpo_qwen", argument) == expected
+    assert refusal("recipe=grpo_qwen", *argument.split()) == expected
 
 
 @pytest.mark.parametrize("key", ["trainer.warmup_steps", "eval.every", "eval.prompts", "trainer.max_grad_norm", "buffer.max_age"])
@@ -370,6 +417,7 @@ def test_zero_means_none(key: str) -> None:
         (["weights.every=4"], ["weights.every=4", "buffer.max_age=2", "at most 3"]),
         (["weights.every=3", "buffer.window=2"], ["weights.every=3", "buffer.window=2", "at most 2"]),
         (["generator.group_size=1"], ["generator.group_size", "trainer.advantage=mean"]),
+        (["trainer.advantage=reinforce_pp"], ["buffer.dead_groups=replace", "trainer.advantage=reinforce_pp", "keep"]),
         (["trainer.schedule=cosine", "steps=5"], ["trainer.warmup_steps=5", "steps=5", "trainer.schedule=cosine"]),
     ],
 )
@@ -387,7 +435,9 @@ def test_the_edge_of_what_is_allowed(arguments: str) -> None:
 @pytest.mark.parametrize(
     ("config", "key"),
     [
-        (Config(trainer=TrainerConfig(loss="grop")), "trainer.loss"),  # type: ignore[arg-type]
+        (Config(trainer=TrainerConfig(loss="grop")), "trainer.loss"),
+        (Config(trainer=TrainerConfig(advantage=None)), "trainer.advantage"),
+        (Config(trainer=TrainerConfig(correction=["tis", 3])), "trainer.correction"),
         (Config(trainer=TrainerConfig(lr="1e-4")), "trainer.lr"),  # type: ignore[arg-type]
         (Config(buffer=BufferConfig(max_age=True)), "buffer.max_age"),
         (Config(generator=GeneratorConfig(replicas=1.5)), "generator.replicas"),  # type: ignore[arg-type]
@@ -396,6 +446,13 @@ def test_the_edge_of_what_is_allowed(arguments: str) -> None:
 def test_a_configuration_made_in_python_is_checked_too(config: Config, key: str) -> None:
     with pytest.raises(ConfigError, match=f"^{key}: must be"):
         validate(config)
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in PACKAGED_RECIPES.glob("*.yaml")))
+def test_every_shipped_recipe_resolves(name: str) -> None:
+    """A recipe named after a loss or an advantage has it."""
+    trainer = load([f"recipe={name}", "profile=auto"]).config.trainer
+    assert name in (trainer.loss, trainer.advantage, "grpo_qwen", "calculator")
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from itertools import chain
@@ -10,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from monarch_rl.algorithms.objective import TABLES, Objective
+from monarch_rl.config import schema
 from monarch_rl.configure import markdown_page
+from monarch_rl.trainer_config import ALGORITHMS, TrainerConfig
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-METRIC = re.compile(r"[a-z]+/[a-z][a-z_]*[a-z]")
+METRIC = re.compile(r"[a-z]+/[a-z][a-z_]*[a-z0-9]")
 EVERY_ROW = {"step", "version", "wall_s", "lr", "entropy", "grad_norm"}
 """The metrics without a slash."""
 
@@ -93,3 +97,32 @@ def test_files_that_the_cuda_page_names_exist() -> None:
             assert (ROOT / code).is_file(), code
         else:
             assert any(f"def {code}(" in path.read_text() or f"class {code}" in path.read_text() for path in sources()), code
+
+
+def table_of(key: str) -> dict[str, str]:
+    """Rows of the table of `losses.md` whose head names the key, by each code of their first column."""
+    text = (DOCS / "losses.md").read_text(encoding="utf-8")
+    rows = text.partition(f"\n| `{key}` |")[2].partition("\n\n")[0].splitlines()[2:]
+    return {code: row for row in rows for code in re.findall(r"`([^`]+)`", row.split("|")[1])}
+
+
+@pytest.mark.parametrize("key", ALGORITHMS)
+def test_the_tables_of_losses_name_all_with_their_defaults(key: str) -> None:
+    rows, (_, functions) = table_of(key), TABLES[key.split(".")[1]]
+    assert rows.keys() == set(ALGORITHMS[key])
+    for name in ALGORITHMS[key]:
+        parameters = inspect.signature(functions[name]).parameters.values()
+        said = {f"{p.name}={p.default:g}" for p in parameters if p.default is not p.empty}
+        written = {word.replace("1e-4", "0.0001").replace("1e-8", "1e-08") for word in re.findall(r"\w+=[\d.e-]+", rows[name])}
+        assert written == said, name
+
+
+def test_the_table_of_old_policies_is_whole() -> None:
+    assert table_of("trainer.proximal").keys() == set(schema()["trainer.proximal"].choices)
+
+
+def test_the_loss_of_the_page_can_be_used() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / "losses.md").read_text(encoding="utf-8"), re.DOTALL)
+    own: dict[str, object] = {}
+    exec(code, own)
+    Objective.of(TrainerConfig(loss=own["soft"], loss_args={"cap": 3}))

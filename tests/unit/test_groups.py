@@ -70,12 +70,46 @@ def test_shards_deal_every_trained_episode_once(ranks: int) -> None:
         np.testing.assert_array_equal(shard.rewards_PG, [[1, 0, np.nan, np.nan], [1, 0, 0, np.nan]])
 
 
+def test_what_is_left_out_of_the_loss_leaves_the_denominators_and_stays_in_the_baseline() -> None:
+    """Case 49: 30 sampled tokens, 5 of them of a truncated episode under `generator.truncated=mask` → /25."""
+    groups = [group(0, episode(1.0, tokens=15), episode(0.0, tokens=10), episode(0.5, tokens=5, trained=False))]
+    (shard,) = make_shards(groups, step=1, ranks=1, budget=64)
+    assert sorted(shard.places) == [(0, 0), (0, 1)]
+    assert (shard.total_tokens, shard.left_out_tokens, shard.total_episodes) == (25, 0, 2)
+    np.testing.assert_array_equal(shard.rewards_PG, [[1, 0, 0.5]])
+
+
+def test_a_group_of_which_nothing_is_trained_is_dead() -> None:
+    assert judge(group(0, episode(1.0, trained=False), episode(0.0, trained=False))) == "dead"
+    assert judge(group(0, episode(1.0, trained=False), episode(0.0))) == "trainable"
+
+
 def test_dead_groups_cost_no_forward_pass_but_count_in_the_denominators() -> None:
     """Case 52 with `buffer.dead_groups=keep`: the loss is that of a batch in which they were trained with advantage 0."""
     groups = [group(0, episode(1.0, tokens=3), episode(1.0, tokens=4)), group(1, episode(1.0, tokens=2), episode(0.0, tokens=5))]
     (shard,) = make_shards(groups, step=1, ranks=1, budget=64)
     assert sorted(shard.places) == [(1, 0), (1, 1)]
     assert (shard.total_tokens, shard.left_out_tokens, shard.total_episodes) == (14, 7, 4)
+
+
+def test_dead_groups_are_trained_where_advantages_are_no_differences_within_a_group() -> None:
+    groups = [group(0, episode(1.0, tokens=3), episode(1.0, tokens=4)), group(1, episode(1.0, tokens=2), episode(None, tokens=5))]
+    (shard,) = make_shards(groups, step=1, ranks=1, budget=64, dead_too=True)
+    assert sorted(shard.places) == [(0, 0), (0, 1), (1, 0)]
+    assert (shard.total_tokens, shard.left_out_tokens, shard.total_episodes) == (9, 0, 3)
+
+
+def test_rewards_of_turns() -> None:
+    """Totals that are equal are still to be compared where turns earned differently; without parts the last turn earned all."""
+    early, late = (episode(1.0, tokens=3, turn_tokens=[1, 2], turn_rewards=parts) for parts in ([1.0, 0.0], [0.0, 1.0]))
+    whole = episode(1.0, tokens=3, turn_tokens=[1, 1, 1])
+    assert judge(group(0, early, early)) == "dead"
+    assert judge(group(0, early, late)) == "trainable"
+    assert judge(group(0, late, whole)) == "dead"
+    (shard,) = make_shards([group(0, early, whole), group(1, episode(None), late)], step=1, ranks=1, budget=64)
+    nan = np.nan
+    np.testing.assert_array_equal(shard.turn_rewards_PGK, [[[1, 0, nan], [0, 0, 1]], [[nan] * 3, [0, 1, nan]]])
+    np.testing.assert_array_equal(shard.rewards_PG, [[1, 1], [nan, 1]])
 
 
 def test_ages_are_checked_token_by_token() -> None:

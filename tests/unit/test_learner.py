@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -18,10 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
-from monarch_rl.config import TrainerConfig, UserError
+from monarch_rl.config import UserError
+from monarch_rl.groups import make_shards
 from monarch_rl.learner import Learner, learning_rate
 from monarch_rl.models import load_causal_lm, local_shards, resolve_path, save_pretrained
-from monarch_rl.types import Episode, Version
+from monarch_rl.trainer_config import LossName, TrainerConfig, is_centred
+from monarch_rl.types import Episode, Group, Prompt, Version
 from tests.batches import VOCABULARY, episode, plain_logprobs, sampled_by, shards, small_model
 
 TEMPERATURE = 0.7
@@ -48,6 +50,7 @@ def groups() -> list[list[Episode]]:
 
 
 STEP = 2
+LENGTH_BUDGET = 12
 
 
 def test_temperatures_are_not_rounded_in_bfloat16(mesh: DeviceMesh) -> None:
@@ -60,7 +63,9 @@ def test_temperatures_are_not_rounded_in_bfloat16(mesh: DeviceMesh) -> None:
 
 def learner(mesh: DeviceMesh, model: PreTrainedModel | None = None, bf16: bool = False, lineage: int = 0, **config: Any) -> Learner:
     settings = TrainerConfig(**{"max_grad_norm": 0.0, "warmup_steps": 0, **config})
-    return Learner(model or small_model(), settings, total_steps=10, device_mesh=mesh, bf16=bf16, lineage=lineage)
+    return Learner(
+        model or small_model(), settings, total_steps=10, device_mesh=mesh, bf16=bf16, lineage=lineage, length_budget=LENGTH_BUDGET
+    )
 
 
 def gradients(learner: Learner) -> dict[str, torch.Tensor]:
@@ -87,15 +92,16 @@ def by_hand(groups: list[list[Episode]], config: TrainerConfig) -> tuple[float, 
                 mu, own = float(e.logprobs_T[t]), float(logprobs_T[t].detach())
                 fresh = Version.unpack(int(e.versions_T[t])).step == STEP - 1
                 old = own if fresh or config.loss == "reinforce" else mu
-                weight = 1 / tokens if config.aggregation == "token_mean" else 1 / (len(scorable) * count)
+                length = {"sequence_mean": count, "constant": LENGTH_BUDGET}
+                weight = 1 / tokens if config.aggregation == "token_mean" else 1 / (len(scorable) * length[config.aggregation])
                 if config.correction == "tis":
                     weight *= min(math.exp(old - mu), 2.0)
                 if config.loss == "reinforce":
                     total = total - weight * advantage * logprobs_T[t]
                     continue
-                high = config.clip_high if config.loss == "dapo" else config.clip_low
+                high = 0.28 if config.loss == "dapo" else 0.2
                 ratio = (logprobs_T[t] - old).exp()
-                total = total - weight * torch.min(ratio * advantage, ratio.clamp(1 - config.clip_low, 1 + high) * advantage)
+                total = total - weight * torch.min(ratio * advantage, ratio.clamp(0.8, 1 + high) * advantage)
     total.backward()
     return float(total.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -107,6 +113,7 @@ CONFIGS = [
         ("dapo", "sequence_mean", "tis", "grpo"),
         ("grpo", "sequence_mean", "none", "grpo"),
         ("reinforce", "token_mean", "tis", "rloo"),
+        ("dr_grpo", "constant", "none", "mean"),
     ]
 ]
 
@@ -177,14 +184,29 @@ def test_metrics_of_a_scripted_batch(mesh: DeviceMesh) -> None:
     fresh.logprobs_T[2:] = [uniform, uniform - math.log(2)]  # ratios 1 and 2
     stale.logprobs_T[4:] = uniform + math.log(4)  # ratio 1/4, clipped since A < 0
     metrics = learner(mesh, model, lr=0.5).step(shards([[fresh, stale]], budget=8, step=5)[0])
-    mismatch = {"mismatch/kl": (2 - 1 - math.log(2)) / 2, "mismatch/mean_abs": math.log(2) / 2, "mismatch/max_abs": math.log(2)}
+    mismatch = {
+        "mismatch/kl": (2 - 1 - math.log(2)) / 2,
+        "mismatch/k1": -math.log(2) / 2,
+        "mismatch/mean_abs": math.log(2) / 2,
+        "mismatch/max_abs": math.log(2),
+    }
     expected = {
         "loss/policy": -(0.5 * 1 + 0.5 * 1 - 0.5 * 0.8) / 3,
         "loss/kl": 0.0,
         "entropy": -uniform,
         "ratio/mean": (1 + 2 + 0.25) / 3,
         "ratio/max": 2.0,
+        "ratio/policy_mean": (1 + 1 + 0.25) / 3,
+        "ratio/policy_max": 1.0,
+        "ratio/old_mean": (1 + 2 + 1) / 3,
+        "ratio/old_max": 2.0,
+        "ratio/ess": 3.25**2 / (3 * (1 + 4 + 1 / 16)),
         "clip/frac": 1 / 3,
+        "clip/frac_low": 1 / 3,
+        "clip/frac_high": 0.0,
+        "correction/mean": 1.0,
+        "correction/frac_masked": 0.0,
+        "correction/frac_masked_episodes": 0.0,
         "age/mean": 2 / 3,
         "age/max": 2.0,
         "tokens/trained": 3.0,
@@ -192,6 +214,90 @@ def test_metrics_of_a_scripted_batch(mesh: DeviceMesh) -> None:
         "lr": 0.5,
     }
     assert {k: v for k, v in metrics.items() if k != "grad_norm"} == pytest.approx(expected | mismatch, rel=1e-5, abs=1e-7)
+
+
+def test_metrics_of_corrections_and_of_the_upper_clip(mesh: DeviceMesh) -> None:
+    """Case 66: one episode of two is masked whole, of the other one token; with the trainer as old policy, ρ is π / μ."""
+
+    def uniform_model() -> PreTrainedModel:
+        torch.nn.init.zeros_((model := small_model()).lm_head.weight)
+        return model
+
+    draw = random.Random(0)
+    uniform = -math.log(VOCABULARY)
+    kept, gone = episode(2, 2, draw, 1.0, Version(0, 4)), episode(4, 2, draw, 0.0, Version(0, 3))
+    kept.logprobs_T[2:] = [uniform - math.log(1.5), uniform - math.log(6)]
+    gone.logprobs_T[4:] = uniform + math.log(4)
+    metrics = learner(mesh, uniform_model(), proximal="recomputed", correction="icepop").step(shards([[kept, gone]], step=5)[0])
+    expected = {
+        "loss/policy": -0.5 * 1.5 / 4,
+        "ratio/policy_max": 1.0,
+        "ratio/old_max": 6.0,
+        "ratio/old_mean": (1.5 + 6 + 0.25 * 2) / 4,
+        "correction/mean": 1.5 / 4,
+        "correction/frac_masked": 3 / 4,
+        "correction/frac_masked_episodes": 1 / 2,
+        "clip/frac": 0.0,
+    }
+    assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-5)
+    clipped = learner(mesh, uniform_model(), proximal="sampler").step(shards([[kept, gone]], step=5)[0])
+    assert (clipped["clip/frac_high"], clipped["clip/frac_low"], clipped["clip/frac"]) == (2 / 4, 2 / 4, 1)
+
+
+@pytest.mark.parametrize("loss", get_args(LossName))
+def test_every_loss_is_the_same_however_the_batch_is_cut(mesh: DeviceMesh, groups: list[list[Episode]], loss: LossName) -> None:
+    """Case 52: losses and corrections of whole sequences too."""
+    settings = {"loss": loss, "correction": ["tis_sequence", "mask_geometric", "opsm"], "correction_args": {"drift": 0.3}}
+    whole, cut = (learner(mesh, **settings) for _ in range(2))
+    metrics, others = (rank.step(shards(groups, budget=budget, step=STEP)[0]) for rank, budget in ((whole, 4096), (cut, 30)))
+    torch.testing.assert_close(gradients(whole), gradients(cut), atol=1e-6, rtol=1e-5)
+    assert {**metrics, "padding/frac": 0} == pytest.approx({**others, "padding/frac": 0}, abs=1e-6)
+    assert metrics["grad_norm"] > 0
+
+
+def turned(reward: float, turn_rewards: tuple[float, ...]) -> Episode:
+    """Three turns of 1, 2 and 1 tokens, with something told in between."""
+    made = episode(2, 6, random.Random(7), reward, Version(0, STEP - 1))
+    made.loss_mask_T = np.array([False, False, True, False, True, True, False, True])
+    made.turn_tokens, made.turn_rewards = [1, 2, 1], list(turn_rewards)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("advantage", "turn_rewards", "expected"),
+    [
+        ("mean", (), [0.5, 0.5, 0.5, 0.5]),
+        ("reward_to_go", (), [0.5, 0.5, 0.5, 0.5]),
+        ("mean", (0.5, 0.5, 0.0), [0.5, 0.5, 0.5, 0.5]),
+        ("reward_to_go", (0.5, 0.5, 0.0), [0.5, 0.25, 0.25, 0.0]),
+    ],
+)
+def test_advantages_reach_the_tokens_of_their_turns(
+    mesh: DeviceMesh, advantage: Any, turn_rewards: tuple[float, ...], expected: list[float]
+) -> None:
+    """Case 54: 3-turn trajectory → every assistant token has the scalar; with rewards of turns, what they and later ones earned."""
+    seen: list[torch.Tensor] = []
+
+    def spy(logprobs_N: torch.Tensor, advantages_N: torch.Tensor) -> torch.Tensor:
+        seen.append(advantages_N)
+        return -advantages_N * logprobs_N
+
+    one, other = turned(1.0, turn_rewards), turned(0.0, tuple(0.0 for _ in turn_rewards))
+    learner(mesh, loss=spy, advantage=advantage).step(shards([[one, other]], step=STEP)[0])
+    tokens = seen[-1].tolist()  # after the trial
+    assert sorted([tokens[:4], tokens[4:]]) == [[-x for x in expected], expected]
+
+
+def test_groups_with_equal_rewards_teach_where_the_batch_is_the_baseline(mesh: DeviceMesh, groups: list[list[Episode]]) -> None:
+    """`reinforce_pp` with `buffer.dead_groups=keep`: one group is right throughout, the other wrong."""
+    for reward, group in zip((1.0, 0.0), groups, strict=True):
+        for e in group:
+            e.reward = reward
+    whole = [Group(Prompt(n, ""), group) for n, group in enumerate(groups)]
+    (shard,) = make_shards(whole, STEP, 1, 4096, dead_too=not is_centred("reinforce_pp"))
+    metrics = learner(mesh, advantage="reinforce_pp").step(shard)
+    assert metrics["tokens/trained"] == shard.total_tokens > 0
+    assert metrics["grad_norm"] > 0
 
 
 def test_tokens_of_an_older_lineage_are_never_fresh(mesh: DeviceMesh, groups: list[list[Episode]]) -> None:

@@ -91,6 +91,13 @@ def test_every_turn_of_a_trajectory_is_trained() -> None:
     assert batch.targets_N.tolist() == [2, 4, 6]
 
 
+def test_tokens_know_their_turns() -> None:
+    """A turn that is empty counts, and so does one that follows at once on the one before."""
+    talk = make([1, 2, 3, 4, 5, 6, 7], [False, True, True, False, True, True, True])
+    talk.turn_tokens = [2, 0, 1, 2]
+    assert collate([make([1, 2], [False, True]), talk]).turns_N.tolist() == [0, 0, 0, 2, 3, 3]
+
+
 def test_unusable_tokens_leave_the_batch() -> None:
     """Cases 46, 51: not sampled, without a finite logprob, or of an unscorable episode."""
     odd = make([1, 2, 3, 4], [False, True, True, True], [0, np.nan, -1, -np.inf])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer, OlmoeConfig
 
-from monarch_rl.config import Config, UserError
+from monarch_rl.config import Config, UserError, validate
 from monarch_rl.preflight import check, look_closely, steps_of_data
 from monarch_rl.tasks import Task
 from monarch_rl.tasks.tiny import tiny_path
@@ -25,6 +25,15 @@ def test_a_mixture_whose_routing_cannot_be_kept_is_refused(tmp_path: Path) -> No
         check(config)
     config.generator.keep_routing = False
     check(config)
+
+
+@pytest.mark.parametrize("id", [-1, 10**6])
+def test_a_stop_id_that_the_tokenizer_does_not_know_is_refused(id: int) -> None:
+    """Case 68: it would never be sampled, and nothing would say so."""
+    config = Config(task=Sums)
+    config.generator.stop_ids = [5, id]
+    with pytest.raises(UserError, match=rf"^generator\.stop_ids: {id} is no id of the tokenizer in .*tiny_qwen3$"):
+        check(config)
 
 
 class Sums(Task):
@@ -150,6 +159,58 @@ def refused(made: Config) -> str:
 )
 def test_a_mistake_in_a_task_is_named(name: str, said: str) -> None:
     assert refused(config(name)) == said
+
+
+def test_a_function_of_the_users_is_tried_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(FUNCTIONS)
+    for key, name, args, said in MISTAKES:
+        made = config("Sums")
+        setattr(made.trainer, key, f"{tmp_path}/own.py:{name}")
+        setattr(made.trainer, f"{key}_args", args)
+        validate(made)
+        assert refused(made).replace(str(tmp_path), "") == said
+    made = config("Sums")
+    made.trainer.loss, made.trainer.loss_args = f"{tmp_path}/own.py:right", {"power": 2}
+    check(made)
+
+
+FUNCTIONS = """
+import torch
+
+def right(logprobs_N, advantages_N, *, power): return -advantages_N ** power * logprobs_N
+def mean(logprobs_N, advantages_N): return -(advantages_N * logprobs_N).mean()
+def wrong_name(logprobs_N, advantage_N): return -advantage_N * logprobs_N
+def constant(advantages_N): return -advantages_N
+def broken(logprobs_N): return logprobs_N[100]
+def flat(rewards_PG): return rewards_PG.flatten()
+def infinite(rewards_PG): return rewards_PG / 0
+number = 3
+"""
+MISTAKES: list[tuple[str, str, dict[str, object], str]] = [
+    ("loss", "rigth", {}, "trainer.loss=/own.py:rigth: /own.py has no attribute 'rigth'; did you mean 'right'?"),
+    ("loss", "number", {}, "trainer.loss=/own.py:number: is 3, not a function"),
+    (
+        "loss",
+        "right",
+        {},
+        "trainer.loss=/own.py:right: parameter 'power' is neither one of logprobs_N, old_N, behaviour_N, advantages_N, rows_N, ages_N "
+        "nor has it a value in trainer.loss_args",
+    ),
+    ("loss", "right", {"power": 2, "powr": 1}, "trainer.loss_args.powr: /own.py:right takes power; did you mean 'power'?"),
+    ("loss", "mean", {}, "trainer.loss=/own.py:mean: must return one number per token, a tensor of [12], got a tensor of []"),
+    (
+        "loss",
+        "wrong_name",
+        {},
+        "trainer.loss=/own.py:wrong_name: parameter 'advantage_N' is neither one of logprobs_N, old_N, behaviour_N, advantages_N, rows_N, "
+        "ages_N nor has it a value in trainer.loss_args; did you mean 'advantages_N'?",
+    ),
+    ("loss", "constant", {}, "trainer.loss=/own.py:constant: its loss does not depend on logprobs_N"),
+    ("loss", "broken", {}, "trainer.loss=/own.py:broken: IndexError: index 100 is out of bounds for dimension 0 with size 12"),
+    ("advantage", "flat", {}, "trainer.advantage=/own.py:flat: must return a tensor of [2, 2] or [2, 2, 1], got a tensor of [4]"),
+    ("advantage", "infinite", {}, "trainer.advantage=/own.py:infinite: an advantage of a scorable episode is inf"),
+    ("correction", "constant", {"cap": 2}, "trainer.correction_args.cap: /own.py:constant takes no arguments"),
+]
 
 
 def test_answers_must_survive_the_way_to_another_process() -> None:

@@ -85,5 +85,5 @@ def test_the_table_names_every_built_in_task() -> None:
 
 
 def teardown_module() -> None:
-    for name in [name for name in sys.modules if name.startswith(("task_brief_", "task_rows_", "task_guess_"))]:
+    for name in [name for name in sys.modules if name.startswith(("user_brief_", "user_rows_", "user_guess_"))]:
         del sys.modules[name]
