@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from monarch_rl.algorithms.kl import KL
-from monarch_rl.checkpoint import load, save
+from monarch_rl.checkpoint import load
 from monarch_rl.config import Config, ConfigError, validate
 from monarch_rl.groups import make_shards
 from monarch_rl.learner import Learner
 from monarch_rl.models import load_causal_lm
 from monarch_rl.trainer_config import KLName, TrainerConfig
 from monarch_rl.types import Episode, Group, Prompt, Version
-from tests.batches import episode, plain_logprobs, sampled_by, shards, small_model
+from tests.batches import episode, plain_logprobs, sampled_by, save, shards, small_model
 
 STEP = 2
 TEMPERATURE = 0.7
