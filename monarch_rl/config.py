@@ -16,8 +16,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from monarch_rl import cluster_config
+from monarch_rl import cluster_config, generator_config
 from monarch_rl.cluster_config import ClusterConfig
+from monarch_rl.generator_config import GeneratorConfig
 
 LossName = Literal["reinforce", "grpo", "dapo"]
 AdvantageName = Literal["mean", "grpo", "rloo"]
@@ -53,24 +54,6 @@ class RolloutConfig:
     """a group that takes longer returns its prompt for another attempt"""
     max_attempts: int = 3
     """attempts at one prompt before it is dropped"""
-
-
-@dataclass
-class GeneratorConfig:
-    replicas: int = 1
-    """vLLM engines, one process mesh each"""
-    max_restarts: int = 8
-    """replicas that may be lost and replaced in a run; the next one that is lost ends it"""
-    hang_s: float = 120.0
-    """a replica that has something to decode and takes no step for so long is lost"""
-    group_size: int = 8
-    """episodes per prompt"""
-    temperature: float = 1.0
-    """sampling temperature, at least 0.01"""
-    max_new_tokens: int = 96
-    """token budget of one episode"""
-    engine: dict[str, Any] = field(default_factory=dict)
-    """passed on to vLLM's EngineArgs, e.g. generator.engine.max_num_seqs=64"""
 
 
 @dataclass
@@ -279,7 +262,8 @@ def _keys(cls: Any, prefix: str, texts: dict[tuple[str, str], str]) -> Iterator[
 
 def _field_help() -> dict[tuple[str, str], str]:
     """(class, field) → the string under the field; Python keeps none of these, so they are read from the source."""
-    nodes = [node for file in (__file__, cluster_config.__file__) for node in ast.parse(Path(file).read_text(encoding="utf-8")).body]
+    files = (__file__, generator_config.__file__, cluster_config.__file__)
+    nodes = [node for file in files for node in ast.parse(Path(file).read_text(encoding="utf-8")).body]
     texts = {}
     for cls in (node for node in nodes if isinstance(node, ast.ClassDef)):
         for statement, below in pairwise(cls.body):
@@ -293,6 +277,7 @@ LEAST = {
     "seed": 0,
     "epochs": 0,
     "generator.max_restarts": 0,
+    "generator.top_k": 0,
     "buffer.max_age": 0,
     "trainer.warmup_steps": 0,
     "weights.slots": 2,
@@ -304,7 +289,7 @@ LEAST = {
 }
 """Smallest allowed value of the whole numbers that are not simply at least 1."""
 
-MAY_BE_ZERO = {"trainer.weight_decay", "trainer.max_grad_norm", "trainer.clip_low", "trainer.clip_high"}
+MAY_BE_ZERO = {"generator.min_p", "trainer.weight_decay", "trainer.max_grad_norm", "trainer.clip_low", "trainer.clip_high"}
 """Numbers that are not simply above 0."""
 
 OBJECTS = ("task", "trainer.loss", "trainer.advantage")
@@ -312,12 +297,6 @@ OBJECTS = ("task", "trainer.loss", "trainer.advantage")
 
 TASK_PART_KEYS = ("name", "weight", "args")
 """Of one part of a mixture in `task`."""
-
-COLDEST = 0.01
-"""vLLM raises lower temperatures to this one without saying so."""
-
-OWN_ENGINE_ARGUMENTS = {"model": "model.path", "dtype": "model.dtype", "seed": "seed", "tensor_parallel_size": ""}
-"""Arguments of vLLM that follow from another key (or, where that is empty, are not for the user)."""
 
 
 def validate(config: Config) -> None:
@@ -328,19 +307,14 @@ def validate(config: Config) -> None:
     """
     for key in schema().values():
         _check_value(key, attrgetter(key.name)(config))
-    for name in sorted(OWN_ENGINE_ARGUMENTS.keys() & config.generator.engine.keys()):
-        instead = OWN_ENGINE_ARGUMENTS[name]
-        raise ConfigError(f"generator.engine.{name}: not passed on to vLLM; " + (f"set {instead}" if instead else "leave it out"))
     _check_ages(config)
     _check_task(config)
-    if wrong := cluster_config.mistake(config.cluster):
+    if wrong := generator_config.mistake(config.generator) or cluster_config.mistake(config.cluster):
         raise ConfigError(wrong)
     if config.replay and (config.record or config.resume != "none" or config.checkpoint.every):
         raise ConfigError("replay: trains from the first step to the last; leave out record, resume and checkpoint.every")
     if not str(config.output_dir).strip():
         raise ConfigError("output_dir: must name a folder, e.g. runs/NAME")
-    if config.generator.temperature < COLDEST:
-        raise ConfigError(f"generator.temperature: must be at least {COLDEST:g}, the lowest that vLLM samples at")
     trainer = config.trainer
     if config.generator.group_size < 2:
         raise ConfigError(f"generator.group_size: must be at least 2, for trainer.advantage={trainer.advantage} compares within a group")

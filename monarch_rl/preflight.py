@@ -11,7 +11,7 @@ from pathlib import Path
 from monarch_rl import recorded
 from monarch_rl.cluster.placement import host_count, hosts_by_role
 from monarch_rl.config import Config, UserError, label
-from monarch_rl.engine_setup import context_length
+from monarch_rl.engine_setup import EngineError, context_length, experts_to_keep
 from monarch_rl.observe import trackers
 from monarch_rl.rendering import Renderer
 from monarch_rl.supervise import cause
@@ -32,6 +32,7 @@ def check(config: Config) -> tuple[Renderer, Task]:
     trackers.check(config.trackers)
     hosts_by_role(config, host_count(config))
     renderer = Renderer.of(config.model)
+    _check_routing(config, renderer)
     task = _load(config)
     steps_of_data(config, task)
     if config.replay:
@@ -96,6 +97,14 @@ def look_closely(config: Config, renderer: Renderer, task: Task) -> list[str]:
         said = error.removeprefix(no_number)
         raise UserError(f"task={label(config.task)}: the reward of an empty completion of train prompt 0 is {said}")
     return [f"task: {label(config.task)}", *found, f"reward of an empty completion: {score.reward if score.error is None else score.error}"]
+
+
+def _check_routing(config: Config, renderer: Renderer) -> None:
+    if config.generator.keep_routing and (renderer.directory / "config.json").is_file():
+        try:
+            experts_to_keep(str(renderer.directory))
+        except EngineError as error:
+            raise UserError(str(error)) from error
 
 
 def _load(config: Config) -> Task:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,6 +13,7 @@ from monarch_rl import figures, loop, preflight, tables
 from monarch_rl.changes import settle
 from monarch_rl.config import UserError
 from monarch_rl.evaluation import Evaluated
+from monarch_rl.generator_config import SAMPLED_BY
 from monarch_rl.meshes import START_DEADLINE_S, ActorDied
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.output import check_output_dir, make_output_dir
@@ -150,8 +152,9 @@ class Session(Running):
         self._go.set()
 
     async def set(self, **values: Any) -> Table:
-        """Change what may change while it runs: lr, temperature, max_new_tokens, max_age (among values above 0), and how often to evaluate,
-        checkpoint and print. Groups that were started keep what they were started with.
+        """Change what may change while it runs: lr, temperature, max_new_tokens, max_age (among values above 0), top_k, top_p and min_p
+        (as long as one of them leaves ids out), and how often to evaluate, checkpoint and print. Groups that were started keep what they
+        were started with.
 
         Raises:
             ConfigError: one of the keys or values is not allowed; then nothing is changed.
@@ -160,9 +163,8 @@ class Session(Running):
         self._check_open()
         if "trainer.lr" in changed:
             await answer(self._trainers.set_lr.call(config.trainer.lr), "trainers (learning rate)", START_DEADLINE_S)
-        if changed.keys() & {"generator.temperature", "generator.max_new_tokens"}:
-            sampling = config.generator.temperature, config.generator.max_new_tokens
-            await answer(self._rollouts.set_sampling.call(*sampling), "rollout workers (sampling)", 60.0)
+        if changed.keys() & {f"generator.{name}" for name in SAMPLED_BY}:
+            await answer(self._rollouts.set_sampling.call(config.generator), "rollout workers (sampling)", 60.0)
         if "buffer.max_age" in changed:
             await answer(self._buffer.set_max_age.call_one(config.buffer.max_age), "replay buffer (max_age)", 60.0)
         for name in vars(config):
@@ -222,9 +224,9 @@ class Session(Running):
             UserError: there is no such replica.
         """
         await self._live()
-        asked = self.config.generator
-        limit = asked.max_new_tokens if max_new_tokens is None else max_new_tokens
-        sampling = Sampling(limit, asked.temperature if temperature is None else temperature, self._renderer.stop_ids)
+        sampling = Sampling.of(self.config.generator, self._renderer.stop_ids)
+        sampling = sampling if temperature is None else replace(sampling, temperature=temperature)
+        sampling = sampling if max_new_tokens is None else replace(sampling, max_new_tokens=max_new_tokens)
         generator = self._replicas.live[self._replica(replica)]
         reply = generator.generate.call_one(self._renderer.render(prompt), sampling, [seed + i for i in range(n)], 0)
         generations = await answer(reply, "generator", self.config.rollout.deadline_s)

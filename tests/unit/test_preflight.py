@@ -7,11 +7,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer, OlmoeConfig
 
 from monarch_rl.config import Config, UserError
 from monarch_rl.preflight import check, look_closely, steps_of_data
 from monarch_rl.tasks import Task
+from monarch_rl.tasks.tiny import tiny_path
 from monarch_rl.types import Prompt, Split
+
+
+def test_a_mixture_whose_routing_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+    OlmoeConfig(num_experts=4).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_path()).save_pretrained(tmp_path)
+    config = Config(task=Sums)
+    config.model.path = str(tmp_path)
+    with pytest.raises(UserError, match=r"^generator\.keep_routing: the trainer cannot repeat the routing of olmoe models"):
+        check(config)
+    config.generator.keep_routing = False
+    check(config)
 
 
 class Sums(Task):
