@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from actors.metrics import Metrics
     from actors.publisher import Publisher
     from monarch_rl.weights.plan import LoadPlan
-    from monarch_rl.weights.pull import Puller
-    from monarch_rl.weights.slots import Offer, SlotBuffers
+    from monarch_rl.weights.pull import Puller, Reader
+    from monarch_rl.weights.slots import SlotBuffers
 
 REPORT_S = 0.2
 """Finished generations are reported together, at most so long after the first of them."""
@@ -58,6 +58,7 @@ class Generator(Actor):
             config.model.dtype,
             seed=config.seed,
             overrides=dict(config.generator.engine),
+            kv=config.generator.kv,
             keep_masks=config.generator.keep_mask and Sampling.of(config.generator).truncates,
             keep_routing=config.generator.keep_routing,
         )
@@ -89,14 +90,14 @@ class Generator(Actor):
     async def follow(self, publishers: Publisher, slots: list[list[SlotBuffers]], plan_digest: str) -> None:
         """Pull and swap every version that the trainers publish, until `unfollow`."""
         from monarch_rl.weights import transport
-        from monarch_rl.weights.pull import Puller
+        from monarch_rl.weights.pull import Puller, Reader
 
         if self._plan.digest != plan_digest:
             raise RuntimeError(f"{self.name}: its engine cuts the weights differently from generator 0; all replicas must share one layout")
+        transport.demand(self._config.weights.transport, self.name)
         await transport.warm_up()
-        puller = Puller(self._plan, slots)
-        self._pulls.bytes_per_pull = puller.nbytes
-        self._following = asyncio.create_task(self._follow(publishers, puller), name="follow")
+        puller = Puller(self._plan, slots, encoding=self._config.weights.encoding)
+        self._following = asyncio.create_task(self._follow(Reader(self.name, publishers, puller), puller), name="follow")
         await asyncio.wait({self._following})
         if not self._following.cancelled():
             self._following.result()
@@ -109,10 +110,12 @@ class Generator(Actor):
     @concurrent_endpoint
     async def pull(self, publishers: Publisher, slots: list[list[SlotBuffers]], newest: Version) -> None:
         """Pull and swap once, to `newest` or beyond; nothing where it holds that already. For a replica that does not follow."""
-        from monarch_rl.weights.pull import Puller
+        from monarch_rl.weights.pull import Puller, Reader
 
-        if self._engine.version is None or self._engine.version < newest:
-            await self._pull_once(publishers, Puller(self._plan, slots))
+        puller = Puller(self._plan, slots)
+        reader = Reader(self.name, publishers, puller)
+        while self._engine.version is None or self._engine.version < newest:
+            await self._pull_once(reader, puller)
 
     @concurrent_endpoint
     async def unfollow(self) -> None:
@@ -154,33 +157,44 @@ class Generator(Actor):
             self._following.cancel()
         await self._engine.close()
 
-    async def _follow(self, publishers: Publisher, puller: Puller) -> None:
+    async def _follow(self, reader: Reader, puller: Puller) -> None:
         while True:
-            await self._pull_once(publishers, puller)
+            await self._pull_once(reader, puller)
 
-    async def _pull_once(self, publishers: Publisher, puller: Puller) -> None:
-        """The next newer version, unless the pull has to be thrown away."""
+    async def _pull_once(self, reader: Reader, puller: Puller) -> None:
+        """The next newer version, unless the pull has to be thrown away.
+
+        Raises:
+            WeightsDiffer: what is live after the swap is not what the trainer published (`weights.verify`).
+        """
         from monarch_rl.weights.pull import RejectedPull
 
-        offer = await self._newer(publishers, puller.ranks)
+        target = await reader.newer(self._engine.version)
         before, start_ns = self._engine.stats().tokens, time.time_ns()
         try:
-            await puller.pull(offer)
+            await reader.pull(target)
         except RejectedPull:
             self._pulls.rejected += 1
+            self._pulls.too_slow = reader.too_slow
+            self._report_soon()
             return
         pulled_ns = time.time_ns()
-        pause_s = await self._engine.swap(puller.write, offer.version)
-        self._swapped(offer.version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - before)
+        pause_s = await self._swap(puller, target.version)
+        self._pulls.bytes_per_pull, self._pulls.deltas = puller.moved, puller.deltas
+        self._swapped(target.version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - before)
 
-    async def _newer(self, publishers: Publisher, ranks: int) -> Offer:
-        """The newest version above ours that every trainer rank has sealed. Parks at the publishers until there is one."""
-        from monarch_rl.weights.pull import common_offer
+    async def _swap(self, puller: Puller, version: Version) -> float:
+        from monarch_rl.engine_setup import EngineError
+        from monarch_rl.weights.pull import WeightsDiffer
 
-        held = self._engine.version
-        asked = [publishers.slice(rank=rank).next.call_one(self.name, held).as_asyncio() for rank in range(ranks)]
-        offers = await asyncio.gather(*asked)
-        return common_offer([offer for offer in offers if offer is not None])
+        verify = self._config.weights.verify
+        compared = verify == "every" or (verify == "first" and self._engine.version is None)
+        try:
+            return await self._engine.swap(puller.write, version, puller.compare if compared else None)
+        except EngineError as error:
+            if isinstance(error.__cause__, WeightsDiffer):
+                raise WeightsDiffer(f"{self.name}: {error.__cause__}") from error
+            raise
 
     async def _holds(self, min_step: int) -> None:
         while self._engine.version is None or self._engine.version.step < min_step:

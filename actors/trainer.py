@@ -86,11 +86,20 @@ class Trainer(Actor):
         self._learner.config.lr = lr
 
     @endpoint
+    def transport(self) -> str:
+        """What readers' pulls go over. Raises UserError when it is not what was asked for."""
+        from monarch_rl.weights import transport
+
+        return transport.demand(self._config.weights.transport, f"trainer {self._rank}")
+
+    @endpoint
     def open_ring(self, plan: LoadPlan) -> list[SlotBuffers]:
         """Register the staging slots that a generator's load plan asks for; handles of this rank's ring."""
         from monarch_rl.weights.slots import Ring
 
-        self._ring = Ring(plan, rank=self._rank, world=self._world, slots=self._config.weights.slots, announce=BOARD.post)
+        weights = self._config.weights
+        deltas = weights.encoding != "full"
+        self._ring = Ring(plan, rank=self._rank, world=self._world, slots=weights.slots, board=BOARD, deltas=deltas)
         return self._ring.register()
 
     @endpoint

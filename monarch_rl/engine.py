@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from monarch_rl.engine_channels import Recorded
 from monarch_rl.engine_requests import generation_of, request_parameters
@@ -76,14 +76,23 @@ class Engine:
     Args:
         model_path: a Hugging Face directory or hub name; only its configuration is read, weights arrive by `swap`.
         overrides: `generator.engine.*`, passed on to vLLM's EngineArgs.
+        kv: what becomes of the keys and values of unfinished requests at a swap.
         keep_masks: generations have the channel `MASK`, even those that leave nothing out.
         keep_routing: generations of a mixture of experts have the channel `ROUTING`; their prefixes are never taken from the cache.
     """
 
     def __init__(
-        self, model_path: str, dtype: str, *, seed: int, overrides: dict[str, Any], keep_masks: bool = False, keep_routing: bool = False
+        self,
+        model_path: str,
+        dtype: str,
+        *,
+        seed: int,
+        overrides: dict[str, Any],
+        kv: Literal["keep", "recompute"] = "keep",
+        keep_masks: bool = False,
+        keep_routing: bool = False,
     ) -> None:
-        self._model_path = model_path
+        self._model_path, self._kv = model_path, kv
         self._build_llm = partial(build_llm, model_path, dtype, seed, overrides, keep_masks=keep_masks, keep_routing=keep_routing)
         self._failure: EngineError | None = EngineError("the engine was not started")
         self._waiting: set[asyncio.Future[Any]] = set()
@@ -135,19 +144,22 @@ class Engine:
         """End a request; its `generate` returns what it has, with finish reason `abort`. An unknown or finished one is let be."""
         await self._ask(partial(self._abort, request_id))
 
-    async def swap(self, write: Callable[[list[Tensor]], None], version: Version) -> float:
-        """Make `version` live between two decode steps. Requests go on, with the keys and values that they have.
+    async def swap(
+        self, write: Callable[[list[Tensor]], None], version: Version, compare: Callable[[list[Tensor]], None] | None = None
+    ) -> float:
+        """Make `version` live between two decode steps. Requests go on, with the keys and values that they have, or computed anew (`kv`).
 
         Args:
             write: is given the destinations of the plan's pieces, on the engine thread.
+            compare: is given them again when they are live, and raises where they are not what they should be.
 
         Returns:
-            Seconds in which nothing was decoded.
+            Seconds in which nothing was decoded, but for `compare`.
 
         Raises:
-            EngineError: `write` raised. The weights may be a mix, so the engine serves nothing any more.
+            EngineError: `write` or `compare` raised. The weights may be a mix, so the engine serves nothing any more.
         """
-        return await self._ask(partial(self._swap, write, version))
+        return await self._ask(partial(self._swap, write, version, compare))
 
     async def fingerprints(self) -> dict[str, int]:
         """Checkpoint tensor → checksum of what the engine holds of it, see `weights.slots.fingerprints`."""
@@ -329,7 +341,7 @@ class Engine:
         self._llm.abort_request([internal], internal=True)
         self._finish(call, index, output)
 
-    def _swap(self, write: Callable[[list[Tensor]], None], version: Version) -> float:
+    def _swap(self, write: Callable[[list[Tensor]], None], version: Version, compare: Callable[[list[Tensor]], None] | None) -> float:
         import torch
 
         self._doing = f"writing weights of version {version}"
@@ -341,19 +353,28 @@ class Engine:
             torch.cuda.synchronize()  # the staging memory is free to be filled again when this returns
         self._llm.set_weight_version(str(version.pack()))
         self._version = version
+        if self._kv == "recompute":
+            self._llm.reset_prefix_cache(reset_running_requests=True)
         salt_anew(self._llm, str(version))
         pause_s = time.perf_counter() - start
         self._swaps += 1
         self._pause_s += pause_s
+        if compare is not None:
+            self._doing = f"comparing its weights with those of version {version}"
+            self._read_live(compare)
         return pause_s
 
     def _fingerprints(self) -> dict[str, int]:
         from monarch_rl.weights.slots import fingerprints
 
+        return self._read_live(partial(fingerprints, self._plan))
+
+    def _read_live(self, read: Callable[[list[Tensor]], T]) -> T:
+        """What `read` finds in the live parameters, in the layout in which they were written."""
         unpack(self._experts)
-        prints = fingerprints(self._plan, self._views)
+        found = read(self._views)
         pack(self._experts)
-        return prints
+        return found
 
     def _build(self) -> LoadPlan:
         from vllm.config import set_current_vllm_config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 COLDEST = 0.01
 """vLLM raises lower temperatures to this one without saying so."""
@@ -41,6 +41,8 @@ class GeneratorConfig:
     false: the trainer chooses anew, which rounding can turn; refused for other mixtures unless false"""
     max_new_tokens: int = 96
     """token budget of one episode"""
+    kv: Literal["keep", "recompute"] = "keep"
+    """keys and values of unfinished episodes when new weights arrive: kept as the old weights made them, or computed anew"""
     engine: dict[str, Any] = field(default_factory=dict)
     """passed on to vLLM's EngineArgs, e.g. generator.engine.max_num_seqs=64"""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,17 @@ RECENT = 2000
 """Spans of an actor that are kept for figures."""
 LOOK_S = 1.0
 """Between two looks into the replay buffer, for display."""
+
+
+def too_slow(before: Iterable[GeneratorReport], after: Iterable[GeneratorReport]) -> list[str]:
+    """A line for each generator whose pulls have been rejected too often since."""
+    known = {report.replica: report.too_slow for report in before}
+    return [
+        f"generator {report.replica} is too slow for the weights: its pulls are written over while it reads ({report.rejected} so far), "
+        "a version is kept for it; more weights.slots or a larger weights.every give it time"
+        for report in after
+        if report.too_slow > known.get(report.replica, 0)
+    ]
 
 
 class Records:
@@ -95,7 +106,10 @@ class Records:
 
     async def collect(self) -> None:
         """The latest report of each generator; their spans go where spans go."""
+        before = self.reports
         self.reports, spans = await answer(self._metrics.collect.call_one(), "metrics", DEADLINE_S)
+        for line in too_slow(before, self.reports):
+            self.console.say(line)
         for lane, recorded in spans.items():
             self.spans(lane, recorded)
         self.console.reports(self.step, self.reports)

@@ -89,6 +89,8 @@ class Running:
             return
         if self._published is None:
             plan = await self._replicas.started()
+            over = await answer(self._trainers.transport.call(), "trainers (transport)", START_DEADLINE_S)
+            self._records.console.say(f"weights travel over {' and '.join(sorted(set(over.values())))}")
             rings = await answer(self._trainers.open_ring.call(plan), "trainers (staging slots)", START_DEADLINE_S)
             self._source = Source(self._publishers, list(rings.values()), plan.digest)
         elif version == self._published:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,8 +65,9 @@ class System:
         return list(await asyncio.gather(*requests))
 
 
-async def started(path: Path, kv_bytes: int = 64 << 20, dtype: str = "float32", **keep: bool) -> System:
-    engine = Engine(str(path), dtype, seed=0, overrides={"kv_cache_memory_bytes": kv_bytes}, **keep)
+async def started(path: Path, kv_bytes: int = 64 << 20, dtype: str = "float32", **settings: Any) -> System:
+    """`settings` are the engine's."""
+    engine = Engine(str(path), dtype, seed=0, overrides={"kv_cache_memory_bytes": kv_bytes}, **settings)
     plan = await engine.start()
     return System(engine, plan, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), path)
 

@@ -26,7 +26,8 @@ ROLE = "MONARCH_RL_PROCESS"
 def environment(config: Config) -> dict[str, str]:
     """What every process of a run finds in its environment."""
     quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    return {**MONARCH_ENVIRONMENT, **engine_environment(cpu=config.profile != "cuda"), **quiet}
+    tcp = {"MONARCH_RDMA_DISABLE_IBVERBS": "1"} if config.weights.transport == "tcp" else {}
+    return {**MONARCH_ENVIRONMENT, **engine_environment(cpu=config.profile != "cuda"), **quiet, **tcp}
 
 
 def host() -> HostMesh:

@@ -28,6 +28,8 @@ class GeneratorReport:
     """versions swapped in"""
     rejected: int = 0
     """pulls that were not one whole version"""
+    too_slow: int = 0
+    """times that several pulls in a row were rejected, so that the trainer was asked to keep a version for this one"""
     tokens_during_pulls: int = 0
     """sampled between the start of a pull and its swap"""
     pull_s: float = 0.0
@@ -35,6 +37,9 @@ class GeneratorReport:
     pause_s: float = 0.0
     """of the last swap: the time in which no decode step could run"""
     bytes_per_pull: int = 0
+    """of the last pull"""
+    deltas: int = 0
+    """pulls that moved only what had changed (`weights.encoding`)"""
     ended: bool = False
     """it has left, or was lost"""
 
@@ -62,6 +67,9 @@ class GeneratorFigures:
             "sync/pull_s": max(r.pull_s for r in live),
             "sync/pause_s": max(r.pause_s for r in live),
             "sync/rejected": float(sum(r.rejected for r in reports)),
+            "sync/pulled_bytes": float(max((r.bytes_per_pull for r in live), default=0)),
+            "sync/deltas": float(sum(r.deltas for r in reports)),
+            "sync/too_slow": float(sum(r.too_slow for r in reports)),
             "sync/tokens_during_pulls": float(sum(r.tokens_during_pulls for r in reports)),
             "tokens/generated": generated,
             "throughput/generated_tok_s": generated / elapsed,

@@ -7,7 +7,7 @@ the checksums beside it let a reader prove that what it read is one whole versio
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from monarch_rl.types import Version
 from monarch_rl.weights import transport
-from monarch_rl.weights.plan import LoadPlan, layout, region_bytes, stage
+from monarch_rl.weights.board import Board, Delta, Offer, Sealed
+from monarch_rl.weights.delta import element_size, encode
+from monarch_rl.weights.plan import Block, LoadPlan, layout, region_bytes, stage
 
 if TYPE_CHECKING:
     from monarch.rdma import RDMABuffer
@@ -33,21 +35,32 @@ class SlotBuffers:
 
     data: list[RDMABuffer]
     seal: RDMABuffer
-    """int64: the packed version, then one checksum per data buffer."""
+    """int64: the packed version, then the checksum of each block."""
+    delta: list[RDMABuffer]
+    """Of which as many are read as the delta is long; none where there are no deltas."""
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A version that can be pulled, and the slot that holds it (the same on every trainer rank)."""
+def most_delta(region: int) -> int:
+    """Bytes of the largest delta of a region of so many bytes; a larger one would save too little."""
+    return max(64, region // 2)
 
-    version: Version
-    slot: int
+
+def delta_chunk(region: int) -> int:
+    """Bytes of a registered piece of delta memory: a delta is read to the end of a piece."""
+    return min(transport.CHUNK_BYTES, max(4096, region // 128))
 
 
 def checksum(piece: Tensor) -> int:
     """64-bit xxh3 of a flat uint8 host tensor, as a signed integer (fits an int64 tensor)."""
-    digest = xxhash.xxh3_64_intdigest(piece.numpy().data)
-    return digest - (1 << 64) if digest >= 1 << 63 else digest
+    return _signed(xxhash.xxh3_64_intdigest(piece.numpy().data))
+
+
+def checksums(region: Tensor, blocks: Sequence[Block]) -> list[int]:
+    """`checksum` of each block of a rank's region."""
+    if not blocks:
+        return []
+    data = memoryview(region.numpy())  # type: ignore[arg-type]
+    return [_signed(xxhash.xxh3_64_intdigest(data[block.offset : block.offset + block.nbytes])) for block in blocks]
 
 
 def fingerprints(plan: LoadPlan, views: Sequence[Tensor]) -> dict[str, int]:
@@ -69,21 +82,25 @@ def as_bytes(host: Tensor) -> Tensor:
 class Ring:
     """K slots of one trainer rank, and the side thread that seals what the trainer staged.
 
-    The trainer's thread pays for one copy of its local shards per publish; checksums and announcement are the side thread's.
+    The trainer's thread pays for one copy of its local shards per publish; checksums, deltas and announcement are the side thread's.
     """
 
-    def __init__(self, plan: LoadPlan, *, rank: int, world: int, slots: int, announce: Callable[[Offer], None]) -> None:
-        self._plan, self._rank, self._world, self._announce = plan, rank, world, announce
+    def __init__(self, plan: LoadPlan, *, rank: int, world: int, slots: int, board: Board, deltas: bool = False) -> None:
+        self._plan, self._rank, self._world, self._board = plan, rank, world, board
         self._blocks = layout(plan, rank, world)
         self._cuda = torch.cuda.is_available()
         size = region_bytes(self._blocks)
         self._regions = [torch.zeros(size, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(slots)]
-        self._seals = [torch.full((1 + len(transport.cut(size)),), BEING_WRITTEN, dtype=torch.int64) for _ in range(slots)]
+        self._seals = [torch.full((1 + len(self._blocks),), BEING_WRITTEN, dtype=torch.int64) for _ in range(slots)]
+        self._deltas = [torch.zeros(most_delta(size) if deltas else 0, dtype=torch.uint8) for _ in range(slots)]
         self._stream = torch.cuda.Stream() if self._cuda else None
         self._published = 0
+        self._slot = -1
         self._lock = threading.Lock()
+        self._owners: list[int | None] = [None] * slots  # number of the publish that has taken the slot
+        self._sealed: dict[int, Sealed] = {}
         self._copied: torch.cuda.Event | None = None
-        self._staged: SimpleQueue[tuple[int, Version, torch.cuda.Event | None] | None] = SimpleQueue()
+        self._staged: SimpleQueue[tuple[int, int, Version, torch.cuda.Event | None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._seal_forever, name="weights-seal", daemon=True)
         self._thread.start()
 
@@ -94,9 +111,10 @@ class Ring:
 
     def register(self) -> list[SlotBuffers]:
         """Handles of all slots. To be called once, inside the actor that owns the ring."""
+        chunk = delta_chunk(self.nbytes)
         return [
-            SlotBuffers(transport.register(region), transport.register(as_bytes(seal))[0])
-            for region, seal in zip(self._regions, self._seals, strict=True)
+            SlotBuffers(transport.register(region), transport.register(as_bytes(seal))[0], transport.register(delta, chunk))
+            for region, seal, delta in zip(self._regions, self._seals, self._deltas, strict=True)
         ]
 
     def publish(self, shards: Mapping[str, Tensor], version: Version) -> None:
@@ -105,12 +123,10 @@ class Ring:
         Args:
             shards: parameter name → this rank's rows of it.
         """
-        count, slot = self._published, self._published % len(self._regions)
-        with self._lock:
-            self._published += 1
-            self._seals[slot][0] = BEING_WRITTEN
+        number, self._published = self._published, self._published + 1
+        slot = self._take(number)
         self._copied = self._copy(shards, slot)
-        self._staged.put((count, version, self._copied))
+        self._staged.put((number, slot, version, self._copied))
 
     def wait_copied(self) -> None:
         """Make the compute stream wait for the last copy; to be called before parameters change again."""
@@ -120,6 +136,19 @@ class Ring:
     def close(self) -> None:
         self._staged.put(None)
         self._thread.join()
+
+    def _take(self, number: int) -> int:
+        """The next slot, or the one after it where that one is kept for a slow reader."""
+        kept = self._board.begin(number)
+        with self._lock:
+            slot = (self._slot + 1) % len(self._regions)
+            if kept is not None and self._owners[slot] == kept:
+                slot = (slot + 1) % len(self._regions)
+            self._seals[slot][0] = BEING_WRITTEN
+            if (owner := self._owners[slot]) is not None:
+                self._sealed.pop(owner, None)
+            self._owners[slot], self._slot = number, slot
+        return slot
 
     def _copy(self, shards: Mapping[str, Tensor], slot: int) -> torch.cuda.Event | None:
         region = self._regions[slot]
@@ -135,24 +164,38 @@ class Ring:
 
     def _seal_forever(self) -> None:
         while (staged := self._staged.get()) is not None:
-            count, version, copied = staged
+            number, slot, version, copied = staged
             if copied is not None:
                 copied.synchronize()
-            self._seal(count, version)
+            self._seal(number, slot, version)
 
-    def _seal(self, count: int, version: Version) -> None:
-        slot = count % len(self._regions)
-        region, seal = self._regions[slot], self._seals[slot]
-        if self._is_lost(count):
+    def _seal(self, number: int, slot: int, version: Version) -> None:
+        if self._owners[slot] != number:  # the trainer has begun to write over it
             return
-        sums = torch.tensor([checksum(region[piece]) for piece in transport.cut(region.numel())], dtype=torch.int64)
+        sums = torch.tensor(checksums(self._regions[slot], self._blocks), dtype=torch.int64)
+        delta = self._find_delta(number, slot)
         with self._lock:
-            if self._is_lost(count):
+            if self._owners[slot] != number:
                 return
-            seal[1:] = sums
-            seal[0] = version.pack()
-        self._announce(Offer(version, slot))
+            if number - 1 not in self._sealed:  # it was written over while it was compared
+                delta = None
+            self._seals[slot][1:] = sums
+            self._seals[slot][0] = version.pack()
+            self._sealed[number] = Sealed(version, slot, delta)
+            offer = Offer(dict(self._sealed))
+        self._board.post(offer)
 
-    def _is_lost(self, count: int) -> bool:
-        """Whether the trainer has begun to write over what it staged as number `count`."""
-        return self._published - count > len(self._regions)
+    def _find_delta(self, number: int, slot: int) -> Delta | None:
+        """Compare a slot with the one of the publish before, and leave what differs beside it."""
+        base, memory = self._sealed.get(number - 1), self._deltas[slot]
+        if base is None or not len(memory):
+            return None
+        found = encode(self._regions[base.slot], self._regions[slot], element_size(self._plan), len(memory))
+        if found is None:
+            return None
+        memory[: len(found)] = torch.from_numpy(found)
+        return Delta(base.version, len(found), checksum(memory[: len(found)]))
+
+
+def _signed(digest: int) -> int:
+    return digest - (1 << 64) if digest >= 1 << 63 else digest

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from actors.generator import Generator
 from monarch_rl import engine as engine_module
+from monarch_rl.configure import load
 from monarch_rl.engine import Engine, EngineError, PromptTooLong, UnusablePrompt
 from monarch_rl.types import Generation, Sampling, Version
+from monarch_rl.weights.pull import WeightsDiffer
 from monarch_rl.weights.slots import checksum
 from tests.engines import System, held_after, started, tokens
 
@@ -127,6 +131,25 @@ async def test_a_swap_in_flight_splits_versions_exactly(system: System) -> None:
         worst_new = max(worst_new, float((logprobs[switch:] - stale).abs().max()))
     assert worst_old <= 1e-4
     assert worst_new <= 1e-4
+
+
+async def test_with_recompute_tokens_after_a_swap_are_those_of_the_new_weights_alone(random_model: Path) -> None:
+    """Case 42: nothing that the old weights computed is left, and requests go on where they were."""
+    system = await started(random_model, kv="recompute")
+    old_version = await system.publish()
+    prompts = system.prompts(24)
+    running = asyncio.ensure_future(system.generate(prompts, Sampling(80)))
+    await tokens(system.engine, 24 * 20)
+    old = system.train()
+    new_version = await system.publish()
+    for prompt, generation in zip(prompts, await running, strict=True):
+        switch = int((generation.versions_T == old_version.pack()).sum())
+        assert 0 < switch < 80
+        assert generation.versions_T.tolist() == [old_version.pack()] * switch + [new_version.pack()] * (80 - switch)
+        logprobs = torch.from_numpy(generation.logprobs_T)
+        assert (logprobs - reference(old, prompt, generation))[:switch].abs().max() <= 1e-4
+        assert (logprobs - reference(system.model, prompt, generation))[switch:].abs().max() <= 1e-4
+    await system.engine.close()
 
 
 async def test_after_a_swap_the_engine_holds_the_trainers_weights(system: System) -> None:
@@ -276,6 +299,22 @@ async def test_a_failing_write_fails_the_engine(doomed: System) -> None:
         return asyncio.ensure_future(doomed.engine.swap(write, Version(0, 9)))
 
     await fails(doomed, swap, r"writing weights of version 0.9: the network is gone")
+
+
+async def test_weights_that_differ_from_the_trainers_end_the_replica_that_holds_them(doomed: System) -> None:
+    """Case 35: the error names replica, version and tensor, and nothing more is served."""
+
+    def compare(views: list[Tensor]) -> None:
+        assert torch.equal(views[0], doomed.model.get_parameter(doomed.plan.pieces[0].name))
+        raise WeightsDiffer(f"the live weights are not those of version 0.7: {doomed.plan.pieces[0].name} differs from trainer rank 1's")
+
+    generator = Generator(load(["recipe=grpo_qwen", "profile=cpu", "weights.verify=every"]).config, 1, metrics=None)  # type: ignore[arg-type]
+    generator._engine = doomed.engine
+    puller = SimpleNamespace(write=doomed.write, compare=compare)
+    with pytest.raises(WeightsDiffer, match=r"^generator 1: .* not those of version 0\.7: model\.\S+ differs from trainer"):
+        await generator._swap(puller, Version(0, 7))  # type: ignore[arg-type]
+    with pytest.raises(EngineError):
+        await doomed.engine.generate([1], Sampling(1), 0)
 
 
 async def test_a_failing_step_fails_what_is_pending(doomed: System, monkeypatch: pytest.MonkeyPatch) -> None:

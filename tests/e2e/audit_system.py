@@ -121,6 +121,10 @@ class Audit:
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
+    def deltas(self) -> int:
+        """Pulls of all replicas that moved only what had changed."""
+        return sum(report.deltas for report in self._session._records.reports)
+
     def pulled(self) -> list[Version]:
         """Every version that some replica made live, from the timeline (written at the end)."""
         events = json.loads((self.folder / "timeline.json").read_text())["traceEvents"]

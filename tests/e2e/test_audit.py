@@ -28,7 +28,7 @@ SHARED_PREFIX = f"task={Path(__file__).parent / 'audit_task.py'}:SharedPrefix"
 # Few sequences at a time: decoding is what takes long, so that weights arrive while episodes are under way and others still wait.
 ASYNCHRONOUS = ["buffer.prompts_per_step=8", "buffer.max_age=2", "generator.engine.max_num_seqs=2"]
 AUDITS = {
-    "every version": [*ASYNCHRONOUS, "steps=6"],
+    "every version": [*ASYNCHRONOUS, "steps=6", "weights.verify=every"],
     "every other version, cooler, shared prefixes": [
         *ASYNCHRONOUS,
         *("steps=9", "weights.every=2", "generator.temperature=0.7", SHARED_PREFIX),
@@ -227,7 +227,10 @@ async def test_three_uneven_ranks_in_step_with_their_generator(tmp_path: Path) -
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_bfloat16_generators_hold_the_trainers_weights_rounded(tmp_path: Path) -> None:
-    made = audit(tmp_path / "run", "model.dtype=bfloat16", "trainer.ranks=2", "steps=2", "buffer.prompts_per_step=8")
+async def test_bfloat16_generators_are_served_by_deltas_and_hold_the_trainers_weights_rounded(tmp_path: Path) -> None:
+    """Every version is held against the checksums of the trainer's image, the last one against the trainer itself."""
+    encoded = ["model.dtype=bfloat16", "trainer.lr=1e-6", "weights.encoding=delta", "weights.verify=every"]
+    made = audit(tmp_path / "run", *encoded, "trainer.ranks=2", "steps=6", "buffer.prompts_per_step=4", "buffer.dead_groups=keep")
     await made.run()
     assert made.held == [made.trained]
+    assert made.deltas() >= 0.9 * (len(made.pulled()) - 1) > 0

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from monarch_rl.weights.delta import apply_delta, element_size, encode
 from monarch_rl.weights.plan import LoadPlan, PlanError, apply, layout, record, region_bytes, shard_rows, stage
 
 VOCABULARY, PADDED, HIDDEN, HEADS, KV, EXPERTS = 7, 16, 6, 4, 2, 3
@@ -126,6 +127,22 @@ def test_a_tied_embedding_arrives_at_both_ends() -> None:
     transfer(plan, views, tensors, 2)
     assert torch.equal(engine.head.weight[:VOCABULARY], tensors["embed.weight"])
     assert not engine.embed.weight[VOCABULARY:].any()
+
+
+def test_a_delta_of_the_embedding_alone_arrives_at_both_ends() -> None:
+    """Case 36: what a delta changes is written as a whole image is."""
+    engine, tensors = Engine(), values()
+    plan, views = record(engine, SHAPES)
+    blocks = layout(plan, 0, 1)
+    old, new = (torch.zeros(region_bytes(blocks), dtype=torch.uint8) for _ in range(2))
+    stage(blocks, plan, tensors, old, 0, 1)
+    tensors["embed.weight"][3, 2] += 1
+    stage(blocks, plan, tensors, new, 0, 1)
+    delta = encode(old, new, element_size(plan), len(new))
+    assert delta is not None
+    apply_delta(delta, old, element_size(plan))
+    apply(plan, [blocks], [old], views)
+    assert torch.equal(engine.head.weight[:VOCABULARY], tensors["embed.weight"])
 
 
 @pytest.mark.parametrize(("rows", "world"), [(7, 2), (7, 3), (2, 3), (1, 4), (9, 3), (10, 4)])
