@@ -22,7 +22,7 @@ from monarch_rl.learner import Learner
 from monarch_rl.ledger import Ledger
 from monarch_rl.lives import Progress
 from monarch_rl.models import local_shards
-from monarch_rl.types import Group, Prompt, Version
+from monarch_rl.types import Group, Prompt, Rows, Version
 from tests.batches import episode, sampled_by, save, shards, small_model
 
 
@@ -183,12 +183,16 @@ def test_groups_come_back_bit_for_bit(tmp_path: Path) -> None:
 
 def test_arrays_come_back_wherever_they_are(tmp_path: Path) -> None:
     """As channels may hold them beside the tokens."""
-    answer = {"mask": [np.zeros((2, 0, 3), np.int16), episode(2, 3, random.Random(0), 1.0)], "text": None, "number": np.float32(0.5)}
+    inside = episode(2, 3, random.Random(0), 1.0)
+    inside.channels["mask"] = Rows(np.arange(4, dtype=np.int32), np.array([0, 1, 4], np.int32), start=3)
+    answer = {"mask": [np.zeros((2, 0, 3), np.int16), inside], "text": None, "number": np.float32(0.5)}
     arrays.write(tmp_path / "x.npz", *arrays.pack([Group(Prompt(0, "", answer), [])]))
     (found,) = arrays.unpack(*arrays.read(tmp_path / "x.npz"))
     empty, inner = found.prompt.answer["mask"]
     assert (empty.shape, empty.dtype) == ((2, 0, 3), np.int16)
-    np.testing.assert_array_equal(inner.ids_T, answer["mask"][1].ids_T)  # type: ignore[index]
+    np.testing.assert_array_equal(inner.ids_T, inside.ids_T)
+    rows = inner.channels["mask"]
+    assert (rows.values.tolist(), rows.offsets.tolist(), rows.start) == ([0, 1, 2, 3], [0, 1, 4], 3)
     assert (found.prompt.answer["text"], found.prompt.answer["number"]) == (None, 0.5)
 
 
