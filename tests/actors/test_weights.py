@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,9 @@ async def started(folder: Path, ranks: int = 2, slots: int = SLOTS) -> AsyncIter
 
 
 @pytest.fixture
-def deaths_are_meant() -> Iterator[None]:
-    hook, monarch.actor.unhandled_fault_hook = monarch.actor.unhandled_fault_hook, lambda failure: None
-    yield
-    monarch.actor.unhandled_fault_hook = hook
+def deaths_are_meant() -> None:
+    """For the rest of this process: Monarch may tell of a death when the test that meant it is long over, and would interrupt another."""
+    monarch.actor.unhandled_fault_hook = lambda failure: None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
