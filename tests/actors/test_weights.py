@@ -22,6 +22,8 @@ from monarch_rl.weights.plan import LoadPlan, Piece
 from monarch_rl.weights.pull import TOO_OFTEN, Target
 from tests.actors.weight_actors import Follower, Writer
 
+pytestmark = pytest.mark.timeout(300)
+
 ROWS, COLUMNS = 131, 1024  # 0.5 MB, in nine registered pieces of which the last is short
 SLOTS = 3
 
@@ -110,7 +112,6 @@ def check_hostile(seen: list[tuple[int, int, int, list[float]]], pulls: int) -> 
         assert memory[-1] - memory[1] < 64
 
 
-@pytest.mark.timeout(300)
 async def test_no_mixture_passes_under_a_hostile_writer(tmp_path: Path) -> None:
     """Case 38: every accepted version is one version at every element, while most of what is read is written over meanwhile."""
     check_hostile(await hostile(tmp_path, 200), 200)
@@ -123,7 +124,6 @@ async def test_ten_thousand_pulls_under_a_hostile_writer(tmp_path: Path) -> None
     check_hostile(await hostile(tmp_path, 10_000), 10_000)
 
 
-@pytest.mark.timeout(300)
 async def test_the_hostile_writer_tears_what_a_reader_without_checks_takes(tmp_path: Path) -> None:
     """Case 38: with neither header nor checksum the same readers accept mixtures."""
     assert sum(torn for _, torn, *_ in await hostile(tmp_path, 200, trusting=True)) > 0
