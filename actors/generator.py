@@ -53,8 +53,15 @@ class Generator(Actor):
 
         config = self._config
         directory = str(model_directory(config.model.path))
-        overrides = dict(config.generator.engine)
-        self._engine = Engine(directory, config.model.dtype, seed=config.seed, overrides=overrides, kv=config.generator.kv)
+        self._engine = Engine(
+            directory,
+            config.model.dtype,
+            seed=config.seed,
+            overrides=dict(config.generator.engine),
+            kv=config.generator.kv,
+            keep_masks=config.generator.keep_mask and Sampling.of(config.generator).truncates,
+            keep_routing=config.generator.keep_routing,
+        )
         try:
             self._plan = await self._engine.start()
         except EngineError as error:

@@ -4,7 +4,7 @@ Owns: every prompt from its first lease until it is trained or dropped, and ever
 Promises: an ordinal is trained once or dropped with a reason; no token is trained above `buffer.max_age`; `lease` and
 `take` are answered as soon as there is something to give, and at the latest when the run is over, has failed or is closed.
 Called by: rollout workers (`lease`, `put`, `fail`, `drop`), trainer ranks (`take`, `trained`), the controller (the rest).
-May be blocked by: nothing. No endpoint awaits; prompts are made in a thread.
+May be blocked by: nothing. No endpoint awaits but the last one, `close`, and `save`, beside which others run; prompts are made in a thread.
 """
 
 from __future__ import annotations
@@ -12,18 +12,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain, count
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from monarch.actor import Actor, endpoint
+from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from monarch_rl.config import Config
-from monarch_rl.groups import check_ages, describe, figures, judge, make_shards
-from monarch_rl.ledger import AgeError, Holdings, Ledger, Lost, Progress
+from monarch_rl.groups import check_ages, describe, figures, judge, make_shards, stamps
+from monarch_rl.ledger import AgeError, Ledger
+from monarch_rl.lives import Holdings, Life, Lost, Progress, State, TailError
 from monarch_rl.observe import timeline
+from monarch_rl.observe.ledger_file import LedgerFile
 from monarch_rl.observe.rollouts import RolloutsFile
 from monarch_rl.observe.seldom import Seldom
+from monarch_rl.recorded import cut
+from monarch_rl.recorded import write as record
 from monarch_rl.types import Group, Lease, Prompt, Shard
 
 if TYPE_CHECKING:
@@ -38,17 +43,23 @@ FIGURES_KEPT = 256
 
 
 class _Take(NamedTuple):
-    port: Port[Shard]
+    port: Port[Shard | None]
     step: int
     rank: int
 
 
 class ReplayBuffer(Actor):
-    def __init__(self, config: Config, after: Progress | None = None) -> None:
+    def __init__(self, config: Config, found: Path | None = None, keep_groups: bool = True) -> None:
+        """`found`: the checkpoint to go on from; `keep_groups`: with what was finished there."""
+        from monarch_rl.checkpoint import read_buffer
         from monarch_rl.prompts import PromptStream
         from monarch_rl.tasks import load_task
 
         buffer = config.buffer
+        task = load_task(config.task, config.task_args, config.seed)
+        state, groups = read_buffer(found) if found else ({}, [])
+        after: int = state.get("step", 0)
+        self._lives = LedgerFile(Path(config.output_dir) / "ledger.jsonl", after)
         self._config = config
         self._ledger = Ledger(
             prompts_per_step=buffer.prompts_per_step,
@@ -56,18 +67,25 @@ class ReplayBuffer(Actor):
             window=buffer.window,
             max_attempts=config.rollout.max_attempts,
             steps=config.steps,
-            after=after,
+            ordinals=config.epochs * task.size if config.epochs and task.size is not None else None,
+            tail=buffer.tail,
+            on_change=self._lives.write,
         )
-        task = load_task(config.task, config.task_args, config.seed)
-        self._stream = PromptStream(task, ahead=buffer.prompts_per_step, start=self._ledger.started)
+        if state:
+            self._ledger.load_state_dict(state, keep_groups)
+        fresh = count(self._ledger.started) if self._ledger.ordinals is None else range(self._ledger.started, self._ledger.ordinals)
+        self._stream = PromptStream(task, buffer.prompts_per_step, chain(self._ledger.pending(), fresh))
         self._fetching: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._ended: str | None = None  # why nothing more will be given
         self._idle: deque[tuple[Port[tuple[Lease, Prompt] | None], str]] = deque()  # workers that wait for a prompt
         self._takes: list[_Take] = []  # ranks that wait for a batch
         self._prompts: dict[int, Prompt] = {}  # made and without a group
-        self._groups: dict[int, Group] = {}  # scored
+        self._groups: dict[int, Group] = {group.ordinal: group for group in groups} if keep_groups else {}  # scored or taken
+        self._batches: dict[int, list[int]] = {}  # taken, by step
         self._shards: dict[tuple[int, int], Shard] = {}  # (step, rank), until the rank has fetched it
+        self._saved: tuple[dict[str, Any], list[Group]] | None = None  # for the checkpoint that is being written
+        self._exhausted = False  # the data have ended, and no step is left in them
         self._barren: list[Group] = []  # dead or unscorable, since the last batch
         self._barren_run = 0  # prompts dropped since the last trainable group ...
         self._barren_notes: deque[str] = deque(maxlen=3)  # ... and what the last of them looked like
@@ -75,7 +93,9 @@ class ReplayBuffer(Actor):
         self._figures: dict[int, dict[str, float]] = {}
         self._task = task.name
         self._refused, self._failures = Seldom(), Seldom()
-        self._rollouts = RolloutsFile(Path(config.output_dir) / "rollouts.jsonl", after=self._ledger.trained_steps)
+        cut(Path(config.output_dir), after)
+        self._recordings: set[asyncio.Task[None]] = set()
+        self._rollouts = RolloutsFile(Path(config.output_dir) / "rollouts.jsonl", after)
 
     @endpoint(explicit_response_port=True)
     async def lease(self, port: Port[tuple[Lease, Prompt] | None], worker: str) -> None:
@@ -97,7 +117,7 @@ class ReplayBuffer(Actor):
         if verdict == "unscorable":
             held = self._ledger.drop(lease.ordinal, verdict, lease.attempt)
         else:
-            held = self._ledger.scored(lease.ordinal, lease.attempt, trainable)
+            held = self._ledger.scored(lease.ordinal, lease.attempt, trainable, *stamps(group))
         if held:
             self._finished(group, trainable)
             self._pump()
@@ -127,11 +147,13 @@ class ReplayBuffer(Actor):
         self._pump()
 
     @endpoint(explicit_response_port=True)
-    async def take(self, port: Port[Shard], step: int, rank: int) -> None:
+    async def take(self, port: Port[Shard | None], step: int, rank: int) -> None:
         """The shard of `rank` of optimizer step `step`, as soon as the batch is complete; says that step - 1 is trained.
 
+        None: the data have ended before this step.
+
         Raises (at the caller):
-            ValueError: not the next step, or fetched before.
+            ValueError: not the next step, or fetched before; or groups are left over at the end of the data (`buffer.tail=error`).
             AgeError: a token is too old; the message names its prompt.
             RuntimeError: there will be no such batch, and why.
         """
@@ -141,7 +163,7 @@ class ReplayBuffer(Actor):
     @endpoint
     async def trained(self, step: int) -> None:
         """Optimizer step `step` is done. Said early (before the next `take`), it opens leases early."""
-        self._ledger.trained(step)
+        self._trained(step)
         self._pump()
 
     @endpoint
@@ -166,9 +188,27 @@ class ReplayBuffer(Actor):
         return list(self._recent)[-k:] if k > 0 else []
 
     @endpoint
-    async def progress(self) -> Progress:
-        """Where the run stands after the last step that is done; goes into checkpoints."""
+    async def snapshot(self, step: int) -> Progress:
+        """Remember how all stands after step `step`, which is done, for a checkpoint that `save` writes."""
+        self._trained(step)
+        waiting = [self._groups[ordinal] for ordinal in sorted(self._groups)]
+        self._saved = self._ledger.state_dict(), waiting
+        self._lives.mark(step)
         return self._ledger.progress()
+
+    @concurrent_endpoint
+    async def save(self, folder: Path) -> None:
+        """Write the last snapshot into a checkpoint, beside everything else."""
+        from monarch_rl.checkpoint import write_buffer
+
+        saved, self._saved = self._saved, None
+        assert saved is not None
+        await asyncio.to_thread(write_buffer, folder, *saved)
+
+    @endpoint
+    async def lives(self, states: Sequence[State], last: int) -> list[Life]:
+        """The newest `last` prompts in any of these states, in order."""
+        return self._ledger.newest(states, last)
 
     @endpoint
     async def holdings(self) -> Holdings:
@@ -183,10 +223,11 @@ class ReplayBuffer(Actor):
 
     @endpoint
     async def close(self) -> None:
-        """Nothing more is given: waiting workers get None, waiting ranks an error."""
+        """Nothing more is given: waiting workers get None, waiting ranks an error. What is to be recorded is when this returns."""
         self._ended = self._ended or "the replay buffer is closed"
         self._rollouts.close()
         self._pump()
+        await asyncio.gather(*self._recordings, return_exceptions=True)
 
     def _pump(self) -> None:
         """Give what can be given. Called after every event; batches come first, since taking one can open leases."""
@@ -194,6 +235,7 @@ class ReplayBuffer(Actor):
         self._serve_leases()
         counts = self._ledger.counts
         timeline.count("prompts", leased=counts.leased, ready=counts.scored)
+        self._lives.flush()
         self._arm()
 
     def _serve_takes(self) -> None:
@@ -204,7 +246,7 @@ class ReplayBuffer(Actor):
             except (AgeError, ValueError, RuntimeError) as error:
                 take.port.exception(error)
             else:
-                if shard is None:
+                if shard is None and not self._exhausted:
                     self._takes.append(take)
                 else:
                     take.port.send(shard)
@@ -226,11 +268,11 @@ class ReplayBuffer(Actor):
             port.send((lease, self._prompts[ordinal]))
 
     def _shard(self, step: int, rank: int) -> Shard | None:
-        """None: not complete yet. A batch that one rank has got is given to the others whatever happens."""
+        """None: not complete yet, or `_exhausted`. A batch that one rank has got is given to the others whatever happens."""
         if (step, rank) not in self._shards:
             if self._ended:
                 raise RuntimeError(f"there is no batch for step {step}: {self._ended}")
-            self._ledger.trained(step - 1)
+            self._trained(step - 1)
             self._take(step)
         return self._shards.pop((step, rank), None)
 
@@ -239,23 +281,51 @@ class ReplayBuffer(Actor):
             ordinals = self._ledger.take(step)
             if ordinals is None:
                 return
-            groups = [self._groups.pop(ordinal) for ordinal in ordinals]
+            groups = [self._groups[ordinal] for ordinal in ordinals]
             check_ages(groups, step, self._ledger.age_bound)
-        except AgeError as error:
+        except (AgeError, TailError) as error:
             self._ended = str(error)
             raise
+        if not ordinals:
+            return self._exhaust()
+        self._batches[step] = ordinals
         trainer = self._config.trainer
         self._shards |= {(step, r): s for r, s in enumerate(make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch))}
         self._note(step, groups)
+
+    def _trained(self, step: int) -> None:
+        self._ledger.trained(step)
+        for done in [taken for taken in self._batches if taken <= step]:
+            for ordinal in self._batches.pop(done):
+                del self._groups[ordinal]
+
+    def _exhaust(self) -> None:
+        """Each prompt of the data was trained or dropped."""
+        if self._ledger.trained_steps == 0:
+            dropped = ", ".join(f"{n} {reason}" for reason, n in self._ledger.dropped.items())
+            self._ended = f"all {self._ledger.started} prompts of the data were dropped ({dropped}). {' | '.join(self._barren_notes)}"
+            raise RuntimeError(f"there is no batch for step 1: {self._ended}")
+        self._groups.clear()  # of a tail that is not trained
+        self._exhausted = True
 
     def _note(self, step: int, groups: list[Group]) -> None:
         counts = self._ledger.counts
         buffer = {"buffer/fill": self._ledger.fill, "buffer/dropped": float(counts.dropped), "buffer/leased": float(counts.leased)}
         reasons = {f"buffer/dropped_{reason}": float(n) for reason, n in self._ledger.dropped.items()}
         self._rollouts.write(step, groups)
+        if self._config.record:
+            writing = asyncio.get_running_loop().create_task(asyncio.to_thread(record, Path(self._config.output_dir), step, groups))
+            self._recordings.add(writing)
+            writing.add_done_callback(self._recorded)
         self._figures[step] = figures(step, groups, self._barren) | buffer | reasons
         self._figures.pop(step - FIGURES_KEPT, None)
         self._barren = []
+
+    def _recorded(self, writing: asyncio.Task[None]) -> None:
+        self._recordings.discard(writing)
+        if (error := writing.exception()) is not None:
+            self._ended = self._ended or f"record: {error}"
+            self._pump()
 
     def _finished(self, group: Group, trainable: bool) -> None:
         self._recent.append(group)

@@ -21,6 +21,7 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
 from actors.metrics import Records
 from monarch_rl.config import Config, UserError
+from monarch_rl.generator_config import GeneratorConfig
 from monarch_rl.observe import timeline
 from monarch_rl.supervise import answer, cause
 from monarch_rl.types import Episode, Generation, Group, Lease, Prompt, Sampling, Split, Version
@@ -159,7 +160,7 @@ class RolloutWorker(Actor):
         self._task = load_task(config.task, config.task_args, config.seed)
         self._routes = Routes(generators)
         self._asked = [0] * len(scorers)
-        self._sampling = Sampling(config.generator.max_new_tokens, config.generator.temperature, self._renderer.stop_ids)
+        self._sampling = Sampling.of(config.generator, self._renderer.stop_ids)
 
     @concurrent_endpoint
     async def work(self) -> None:
@@ -170,9 +171,9 @@ class RolloutWorker(Actor):
         self._records.send()
 
     @concurrent_endpoint
-    async def set_sampling(self, temperature: float, max_new_tokens: int) -> None:
+    async def set_sampling(self, generator: GeneratorConfig) -> None:
         """For groups that are started from now on."""
-        self._sampling = replace(self._sampling, temperature=temperature, max_new_tokens=max_new_tokens)
+        self._sampling = Sampling.of(generator, self._renderer.stop_ids)
 
     @concurrent_endpoint
     async def add_generator(self, replica: int, generator: Generator) -> None:

@@ -20,9 +20,11 @@ from monarch_rl.types import Version
 from monarch_rl.weights.board import BOARD
 
 if TYPE_CHECKING:
+    from monarch.actor import Port
+
     from actors.replay_buffer import ReplayBuffer
     from monarch_rl.weights.plan import LoadPlan
-    from monarch_rl.weights.slots import SlotBuffers
+    from monarch_rl.weights.slots import Ring, SlotBuffers
 
 
 def take_deadline(config: Config) -> float:
@@ -34,6 +36,7 @@ class Trainer(Actor):
     def __init__(self, config: Config, buffer: ReplayBuffer) -> None:
         self._config, self._buffer = config, buffer
         self._rank, self._world = current_rank().rank, sum(current_size().values())
+        self._ring: Ring | None = None
 
     @endpoint
     def setup(self) -> None:
@@ -42,6 +45,7 @@ class Trainer(Actor):
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
 
+        from monarch_rl.checkpoint import Saver
         from monarch_rl.learner import Learner
         from monarch_rl.models import load_causal_lm
 
@@ -50,6 +54,7 @@ class Trainer(Actor):
             torch.cuda.init()  # or the device mesh would choose a device by LOCAL_RANK, while each process sees just one
             torch.cuda.set_device(0)
         dist.init_process_group("nccl" if cuda else "gloo")
+        self._saver = Saver(dist.new_group(backend="gloo"))
         mesh = init_device_mesh("cuda" if cuda else "cpu", (self._world,), mesh_dim_names=("fsdp",))
         self._learner = Learner(
             load_causal_lm(self._config.model.path),
@@ -66,12 +71,14 @@ class Trainer(Actor):
 
         load(self._learner, folder)
 
-    @endpoint
-    def checkpoint(self, folder: Path) -> None:
-        """Write model and optimizer (collective, each rank its shards)."""
-        from monarch_rl.checkpoint import save
+    @endpoint(explicit_response_port=True)
+    def checkpoint(self, port: Port[None], folder: Path) -> None:
+        """Copy model and optimizer (collective, each rank its shards). Answers when they are written, beside the steps that follow."""
 
-        save(self._learner, folder)
+        def told(error: Exception | None) -> None:
+            port.send(None) if error is None else port.exception(error)
+
+        self._saver.save(self._learner, folder, told)
 
     @endpoint
     def set_lr(self, lr: float) -> None:
@@ -102,14 +109,16 @@ class Trainer(Actor):
 
     @endpoint
     def step(self, step: int) -> tuple[dict[str, float], list[timeline.Record]]:
-        """Take this rank's shard of batch `step`, do one optimizer step, stage the result when it is due."""
+        """Take this rank's shard of batch `step`, do one optimizer step, stage the result when it is due. No figures: no data left."""
         started = time.perf_counter()
         with timeline.span("wait"):
             reply = self._buffer.take.call_one(step, self._rank)
             shard = answer_blocking(reply, f"replay buffer (batch of step {step})", take_deadline(self._config))
+        if shard is None:
+            return {}, timeline.drain()
         ready = time.perf_counter()
         with timeline.span("train"):
-            stats = self._learner.step(shard, before_update=self._ring.wait_copied)
+            stats = self._learner.step(shard, before_update=self._wait_copied)
         trained = time.perf_counter()
         if self._rank == 0:
             self._buffer.trained.broadcast(step)
@@ -121,7 +130,7 @@ class Trainer(Actor):
             "time/wait_batch_s": ready - started,
             "time/train_s": trained - ready,
             "sync/stage_s": now - trained,
-            "sync/bytes": float(self._ring.nbytes),
+            "sync/bytes": float(self._ring.nbytes) if self._ring else 0.0,
         }
         return stats | times, timeline.drain()
 
@@ -148,13 +157,19 @@ class Trainer(Actor):
     def shut(self) -> None:
         import torch.distributed as dist
 
-        if hasattr(self, "_ring"):
+        if self._ring:
             self._ring.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def _wait_copied(self) -> None:
+        if self._ring:
+            self._ring.wait_copied()
+
     def _publish(self, version: Version) -> None:
         from monarch_rl.models import local_shards
 
+        if self._ring is None:  # a replay, which nobody generates for
+            return
         with timeline.span("stage", version=str(version)):
             self._ring.publish(local_shards(self._learner.model), version)

@@ -3,7 +3,7 @@
 One engine decodes a token of every running request in each decode step, which takes `decode_s` and `decode_per_request_s` for each of them.
 An episode then sleeps in a tool; tools run at once, or at most `tools` of them. The trainer takes `train_s` for each step. Engine and
 trainer never slow each other, and weights arrive at once, so that the result is what a system without any cost of its own
-would reach.
+would reach. The second table sets the ledger beside other ways to pace and order groups (`policies`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.common import Row, arguments, report, table
+from benchmarks.policies import compare
 from monarch_rl.ledger import Ledger
 
 
@@ -166,11 +167,16 @@ def main() -> None:
     parser.add_argument("--tool-median", type=float, nargs="*", default=[0.0, 0.05, 0.2], help="seconds, several (0 0.05 0.2)")
     parser.add_argument("--train", type=float, default=1.0, help="seconds of an optimizer step (1)")
     parser.add_argument("--tools", type=int, help="tools that run at once (any number)")
+    parser.add_argument("--median", type=float, default=0.1, help="of the policies: median group, in training steps (0.1)")
+    parser.add_argument("--ages", type=int, nargs="*", default=[1, 2, 4], help="of the policies: values of max_age (1 2 4)")
     options = parser.parse_args()
-    show(options, Costs(train_s=options.train, tools=options.tools))
+    ratios, made = asynchrony(options, Costs(train_s=options.train, tools=options.tools))
+    tails = ((0.0, 1.0), (0.01, 10.0), (0.05, 20.0), (0.1, 50.0))
+    text, compared = compare(P=32, ages=options.ages, tails=tails, steps=200, slots=256, median_s=options.median)
+    report(options.out, f"{ratios}\n\n{text}", made | {"policies": compared})
 
 
-def show(options: Namespace, costs: Costs) -> None:
+def asynchrony(options: Namespace, costs: Costs) -> tuple[str, Row]:
     """How many times faster than `max_age=0` other settings are, for the made-up job."""
     settings = [(1, 1), (2, 1), (4, 1), (2, 32), (4, 32)]
     rows, result = [], []
@@ -182,8 +188,7 @@ def show(options: Namespace, costs: Costs) -> None:
             rows.append((f"{median_s:g} s", max_age, window, f"{synchronous_s:.1f} s", f"{took_s:.1f} s", f"{synchronous_s / took_s:.2f}"))
             result.append({"tool_median_s": median_s, "max_age": max_age, "window": window, "ratio": synchronous_s / took_s})
     text = table(("tool, median", "max_age", "window", "synchronous", "asynchronous", "ratio"), rows)
-    made: Row = {"costs": asdict(costs), "ratios": result}
-    report(options.out, text, made)
+    return text, {"costs": asdict(costs), "ratios": result}
 
 
 def read_costs(file: Path, **others: float) -> Costs:

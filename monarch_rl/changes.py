@@ -8,11 +8,15 @@ from operator import attrgetter
 from typing import Any
 
 from monarch_rl.config import Config, ConfigError, validate
+from monarch_rl.types import Sampling
 
 CHANGEABLE = (
     "trainer.lr",
     "generator.temperature",
     "generator.max_new_tokens",
+    "generator.top_k",
+    "generator.top_p",
+    "generator.min_p",
     "buffer.max_age",
     "eval.every",
     "eval.prompts",
@@ -20,7 +24,7 @@ CHANGEABLE = (
     "checkpoint.keep",
     "console.rollouts_every",
 )
-SHORT = {key.split(".")[1]: key for key in CHANGEABLE[:4]}
+SHORT = {key.split(".")[1]: key for key in CHANGEABLE[:7]}
 """Names for Python's keyword arguments; other keys are written with `_` for the dot, e.g. `eval_every`."""
 
 
@@ -34,11 +38,16 @@ def settle(config: Config, values: Mapping[str, Any]) -> tuple[Config, dict[str,
     made, changed = copy.deepcopy(config), {}
     for name, value in values.items():
         if name not in names:
-            raise ConfigError(f"{name} cannot change in a running session; these can: {', '.join([*SHORT, *CHANGEABLE[4:]])}")
+            raise ConfigError(f"{name} cannot change in a running session; these can: {', '.join([*SHORT, *CHANGEABLE[len(SHORT) :]])}")
         section, field = names[name].split(".")
         changed[names[name]] = (attrgetter(names[name])(config), value)
         setattr(getattr(made, section), field, value)
     validate(made)
     if 0 in (config.buffer.max_age, made.buffer.max_age) and "buffer.max_age" in changed:
         raise ConfigError("buffer.max_age: cannot change to or from 0 in a running session: a synchronous run orders its work differently")
+    if config.generator.keep_mask and Sampling.of(config.generator).truncates != Sampling.of(made.generator).truncates:
+        raise ConfigError(
+            "generator.top_k, top_p, min_p: cannot be switched on or off altogether in a running session: engines are built for recording "
+            "sampling masks, or not"
+        )
     return made, changed

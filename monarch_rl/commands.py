@@ -1,4 +1,4 @@
-"""Commands of the command line beside training: `report`, `watch`, `eval`, `export`. Each says how it went in its exit code.
+"""Commands of the command line beside training: `report`, `watch`, `eval`, `export`, `inspect`. Each says how it went in its exit code.
 
 Nothing heavy is imported before the arguments are checked.
 """
@@ -113,6 +113,18 @@ def _export(arguments: list[str]) -> int:
     return 0
 
 
+def _inspect(arguments: list[str]) -> int:
+    words, options = _options(arguments, {"--prompt": "an ordinal"})
+    folder = _one_folder("inspect", words)
+    ordinal = options.get("--prompt", "")
+    if ordinal and not ordinal.isdecimal():
+        raise UserError(f"--prompt must be an ordinal, got {ordinal!r}")
+    from monarch_rl.inspect_command import inspect
+
+    print(inspect(folder, int(ordinal) if ordinal else None), flush=True)
+    return 0
+
+
 def _worker(arguments: list[str]) -> int:
     from monarch_rl.cluster.worker import main
 
@@ -167,6 +179,14 @@ The last line on stdout is one JSON object: accuracy, prompts, unscorable, versi
   --to DIR    where to write (OUTPUT_DIR/export); must be empty or absent
   --dtype     of the weights; without it the run's model.dtype""",
         _export,
+    ),
+    "inspect": Command(
+        "inspect OUTPUT_DIR [--prompt ORDINAL]",
+        "which prompts are in flight, trained and dropped, and why",
+        """Tells from OUTPUT_DIR/ledger.jsonl how many prompts are in each state, what is in flight and who holds it, and what was dropped
+and why; also of a run that goes on or has died.
+  --prompt    the whole life of one prompt""",
+        _inspect,
     ),
     "worker": Command(
         "worker --address tcp://HOST:PORT [--publish DIR] [--stay]",

@@ -16,8 +16,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from monarch_rl import cluster_config
+from monarch_rl import cluster_config, generator_config
 from monarch_rl.cluster_config import ClusterConfig
+from monarch_rl.generator_config import GeneratorConfig
 
 LossName = Literal["reinforce", "grpo", "dapo"]
 AdvantageName = Literal["mean", "grpo", "rloo"]
@@ -56,26 +57,6 @@ class RolloutConfig:
 
 
 @dataclass
-class GeneratorConfig:
-    replicas: int = 1
-    """vLLM engines, one process mesh each"""
-    max_restarts: int = 8
-    """replicas that may be lost and replaced in a run; the next one that is lost ends it"""
-    hang_s: float = 120.0
-    """a replica that has something to decode and takes no step for so long is lost"""
-    group_size: int = 8
-    """episodes per prompt"""
-    temperature: float = 1.0
-    """sampling temperature, at least 0.01"""
-    max_new_tokens: int = 96
-    """token budget of one episode"""
-    kv: Literal["keep", "recompute"] = "keep"
-    """keys and values of unfinished episodes when new weights arrive: kept as the old weights made them, or computed anew"""
-    engine: dict[str, Any] = field(default_factory=dict)
-    """passed on to vLLM's EngineArgs, e.g. generator.engine.max_num_seqs=64"""
-
-
-@dataclass
 class BufferConfig:
     prompts_per_step: int = 32
     """groups trained in one optimizer step"""
@@ -85,6 +66,8 @@ class BufferConfig:
     """ordinals from the unfinished head that may be taken out of order; 1 is strictly in order"""
     dead_groups: Literal["replace", "keep"] = "replace"
     """groups whose rewards are all equal: replaced by others, or counted as part of the batch"""
+    tail: Literal["train", "drop", "error"] = "train"
+    """what becomes of the last groups of the last epoch where they are fewer than a step takes: a smaller step, dropped, or an error"""
     max_dead_steps: int = 4
     """the run ends with an error after this many steps' worth of groups in a row without a trainable one"""
 
@@ -170,11 +153,17 @@ class Config:
     seed: int = 0
     """of prompts and sampling"""
     steps: int = 50
-    """optimizer steps"""
+    """optimizer steps, at most"""
+    epochs: int = 0
+    """the run ends when each prompt of the task was trained or dropped so many times; 0: prompts go on as long as the steps do"""
     output_dir: str = "runs/${recipe}"
     """where everything of this run goes"""
     resume: str = "none"
     """go on from a checkpoint: latest (of output_dir; a new run where there is none), or the path of one; none: a new run"""
+    record: bool = False
+    """keep the groups of each step as they were trained, so that replay can train them again"""
+    replay: str = ""
+    """output_dir of a run with record=true, whose groups are trained again without engines and rollouts"""
     close_deadline_s: float = 10.0
     """seconds that an orderly close may take before processes are ended"""
     trackers: list[TrackerName] = field(default_factory=list)
@@ -279,7 +268,8 @@ def _keys(cls: Any, prefix: str, texts: dict[tuple[str, str], str]) -> Iterator[
 
 def _field_help() -> dict[tuple[str, str], str]:
     """(class, field) → the string under the field; Python keeps none of these, so they are read from the source."""
-    nodes = [node for file in (__file__, cluster_config.__file__) for node in ast.parse(Path(file).read_text(encoding="utf-8")).body]
+    files = (__file__, generator_config.__file__, cluster_config.__file__)
+    nodes = [node for file in files for node in ast.parse(Path(file).read_text(encoding="utf-8")).body]
     texts = {}
     for cls in (node for node in nodes if isinstance(node, ast.ClassDef)):
         for statement, below in pairwise(cls.body):
@@ -291,7 +281,9 @@ def _field_help() -> dict[tuple[str, str], str]:
 
 LEAST = {
     "seed": 0,
+    "epochs": 0,
     "generator.max_restarts": 0,
+    "generator.top_k": 0,
     "buffer.max_age": 0,
     "trainer.warmup_steps": 0,
     "weights.slots": 2,
@@ -303,7 +295,7 @@ LEAST = {
 }
 """Smallest allowed value of the whole numbers that are not simply at least 1."""
 
-MAY_BE_ZERO = {"trainer.weight_decay", "trainer.max_grad_norm", "trainer.clip_low", "trainer.clip_high"}
+MAY_BE_ZERO = {"generator.min_p", "trainer.weight_decay", "trainer.max_grad_norm", "trainer.clip_low", "trainer.clip_high"}
 """Numbers that are not simply above 0."""
 
 OBJECTS = ("task", "trainer.loss", "trainer.advantage")
@@ -311,12 +303,6 @@ OBJECTS = ("task", "trainer.loss", "trainer.advantage")
 
 TASK_PART_KEYS = ("name", "weight", "args")
 """Of one part of a mixture in `task`."""
-
-COLDEST = 0.01
-"""vLLM raises lower temperatures to this one without saying so."""
-
-OWN_ENGINE_ARGUMENTS = {"model": "model.path", "dtype": "model.dtype", "seed": "seed", "tensor_parallel_size": ""}
-"""Arguments of vLLM that follow from another key (or, where that is empty, are not for the user)."""
 
 
 def validate(config: Config) -> None:
@@ -327,17 +313,14 @@ def validate(config: Config) -> None:
     """
     for key in schema().values():
         _check_value(key, attrgetter(key.name)(config))
-    for name in sorted(OWN_ENGINE_ARGUMENTS.keys() & config.generator.engine.keys()):
-        instead = OWN_ENGINE_ARGUMENTS[name]
-        raise ConfigError(f"generator.engine.{name}: not passed on to vLLM; " + (f"set {instead}" if instead else "leave it out"))
     _check_ages(config)
     _check_task(config)
-    if wrong := cluster_config.mistake(config.cluster):
+    if wrong := generator_config.mistake(config.generator) or cluster_config.mistake(config.cluster):
         raise ConfigError(wrong)
+    if config.replay and (config.record or config.resume != "none" or config.checkpoint.every):
+        raise ConfigError("replay: trains from the first step to the last; leave out record, resume and checkpoint.every")
     if not str(config.output_dir).strip():
         raise ConfigError("output_dir: must name a folder, e.g. runs/NAME")
-    if config.generator.temperature < COLDEST:
-        raise ConfigError(f"generator.temperature: must be at least {COLDEST:g}, the lowest that vLLM samples at")
     trainer = config.trainer
     if config.generator.group_size < 2:
         raise ConfigError(f"generator.group_size: must be at least 2, for trainer.advantage={trainer.advantage} compares within a group")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -18,10 +17,10 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-import numpy as np
-
-from monarch_rl.config import COLDEST
-from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, tensor_shapes, unpack
+from monarch_rl.engine_channels import Recorded
+from monarch_rl.engine_requests import generation_of, request_parameters
+from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, salt_anew, tensor_shapes, unpack
+from monarch_rl.generator_config import COLDEST
 from monarch_rl.observe import timeline
 from monarch_rl.types import Generation, Sampling, Version
 
@@ -71,20 +70,6 @@ class _Call:
         self.future, self.missing, self.outputs = future, requests, [None] * requests
 
 
-def engine_environment(cpu: bool) -> dict[str, str]:
-    """Variables that the engine's process needs before it imports torch."""
-    common = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "VLLM_NO_USAGE_STATS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # NUMA binding is told to everybody
-        "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher",
-    }
-    # With more threads than idle cores torch spins: one thread is 10 to 40 times faster. Compiling helps nothing in eager mode.
-    return common | ({"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if cpu else {})
-
-
 class Engine:
     """One vLLM engine. All methods are to be called from the event loop that called `start`.
 
@@ -92,13 +77,23 @@ class Engine:
         model_path: a Hugging Face directory or hub name; only its configuration is read, weights arrive by `swap`.
         overrides: `generator.engine.*`, passed on to vLLM's EngineArgs.
         kv: what becomes of the keys and values of unfinished requests at a swap.
+        keep_masks: generations have the channel `MASK`, even those that leave nothing out.
+        keep_routing: generations of a mixture of experts have the channel `ROUTING`; their prefixes are never taken from the cache.
     """
 
     def __init__(
-        self, model_path: str, dtype: str, *, seed: int, overrides: dict[str, Any], kv: Literal["keep", "recompute"] = "keep"
+        self,
+        model_path: str,
+        dtype: str,
+        *,
+        seed: int,
+        overrides: dict[str, Any],
+        kv: Literal["keep", "recompute"] = "keep",
+        keep_masks: bool = False,
+        keep_routing: bool = False,
     ) -> None:
-        self._kv = kv
-        self._model_path, self._dtype, self._seed, self._overrides = model_path, dtype, seed, overrides
+        self._model_path, self._kv = model_path, kv
+        self._build_llm = partial(build_llm, model_path, dtype, seed, overrides, keep_masks=keep_masks, keep_routing=keep_routing)
         self._failure: EngineError | None = EngineError("the engine was not started")
         self._waiting: set[asyncio.Future[Any]] = set()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -106,6 +101,7 @@ class Engine:
         self._ids = count()
         # From here on: written by the engine thread only.
         self._llm: Any = None
+        self._recorded = Recorded(0)
         self._version: Version | None = None
         self._requests: dict[str, tuple[_Call, int, str]] = {}
         self._results: list[tuple[asyncio.Future[Any], Any]] = []
@@ -201,7 +197,7 @@ class Engine:
         call = _Call(self._promise(), len(seeds))
         self._jobs.put(partial(self._admit, call, seeds, list(ids), sampling, room))
         try:
-            return [_generation(output) for output in await call.future]
+            return [generation_of(output, self._recorded) for output in await call.future]
         except asyncio.CancelledError:
             self._jobs.put(partial(self._abandon, seeds))
             raise
@@ -215,6 +211,8 @@ class Engine:
             raise UnusablePrompt(f"token {strange} is unknown to the model, whose ids go from 0 to {self._vocabulary - 1}")
         if 0 < sampling.temperature < COLDEST:
             raise ValueError(f"temperature {sampling.temperature:g} is below {COLDEST:g}, the lowest that vLLM samples at")
+        if sampling.temperature == 0 and self._llm.model_config.return_sampling_mask:
+            raise ValueError("temperature 0: vLLM decodes nothing greedily while it records sampling masks; see generator.keep_mask")
         if len(ids) >= self._context:
             raise PromptTooLong(f"a prompt of {len(ids)} tokens leaves no room in a context of {self._context} tokens")
         return min(sampling.max_new_tokens, self._context - len(ids))
@@ -320,7 +318,11 @@ class Engine:
         # The salt keeps a prefix that other weights computed from being found in the cache.
         prompt = tokens_input(ids, cache_salt=str(self._version))
         for index, (name, seed) in enumerate(seeds.items()):
-            self._requests[name] = (call, index, self._llm.add_request(name, prompt, request_parameters(sampling, seed, room)))
+            self._requests[name] = (
+                call,
+                index,
+                self._llm.add_request(name, prompt, request_parameters(sampling, seed, room, self._recorded)),
+            )
 
     def _abandon(self, names: Iterable[str]) -> None:
         for name in names:
@@ -353,7 +355,7 @@ class Engine:
         self._version = version
         if self._kv == "recompute":
             self._llm.reset_prefix_cache(reset_running_requests=True)
-        self._salt_anew()
+        salt_anew(self._llm, str(version))
         pause_s = time.perf_counter() - start
         self._swaps += 1
         self._pause_s += pause_s
@@ -361,14 +363,6 @@ class Engine:
             self._doing = f"comparing its weights with those of version {version}"
             self._read_live(compare)
         return pause_s
-
-    def _salt_anew(self) -> None:
-        """What waits in vLLM's queue will be computed by the new weights, and must not find prefixes that the old ones computed."""
-        for request in self._llm.engine_core.engine_core.scheduler.requests.values():
-            if request.num_computed_tokens == 0:
-                request.cache_salt = str(self._version)
-                request.block_hashes = []
-                request.update_block_hashes()
 
     def _fingerprints(self) -> dict[str, int]:
         from monarch_rl.weights.slots import fingerprints
@@ -387,12 +381,9 @@ class Engine:
 
         from monarch_rl.weights.plan import record
 
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
-            raise EngineError("the variables of engine_environment() must be set before the engine's process imports torch")
-        self._llm = build_llm(self._model_path, self._dtype, self._seed, self._overrides)
+        self._llm, self._recorded = self._build_llm()
         self._context = int(self._llm.model_config.max_model_len)
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
-        self._warm_up()
         self._count_tokens()
         (model,) = self._llm.apply_model(lambda model: model)
         self._experts = experts_to_pack(model)
@@ -400,14 +391,6 @@ class Engine:
         with set_current_vllm_config(self._llm.vllm_config):
             self._plan, self._views = record(model, tensor_shapes(self._model_path))
         return self._plan
-
-    def _warm_up(self) -> None:
-        """Sample one token: what this machine cannot run is to fail now and not at the first request."""
-        from vllm.inputs.engine import tokens_input
-
-        self._llm.add_request("warm-up", tokens_input([0]), request_parameters(Sampling(1), 0, 1))
-        while self._llm.has_unfinished_requests():
-            self._llm.step()
 
     def _count_tokens(self) -> None:
         """Finished requests alone come out of vLLM's step; so count at the source, where every token passes."""
@@ -420,35 +403,3 @@ class Engine:
             return outputs
 
         core.get_output = counted
-
-
-def request_parameters(sampling: Sampling, seed: int, room: int) -> Any:
-    """vLLM's SamplingParams of one episode; `room` is how many tokens may be sampled."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        temperature=sampling.temperature,
-        max_tokens=room,
-        seed=seed,
-        stop_token_ids=list(sampling.stop_ids),
-        ignore_eos=True,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,
-    )
-
-
-def _generation(output: Any) -> Generation:
-    completion = output.outputs[0]
-    versions_T = np.empty(len(completion.token_ids), np.int64)
-    for span in completion.weight_versions:
-        versions_T[span.start : span.end] = int(span.version)
-    return Generation(
-        ids_T=np.array(completion.token_ids, np.int32),
-        logprobs_T=np.array(completion.logprobs.logprobs, np.float32),
-        versions_T=versions_T,
-        finish_reason=completion.finish_reason,
-    )

@@ -6,10 +6,12 @@ import dataclasses
 import difflib
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monarch_rl.engine_channels import Experts, Recorded, record_masks, record_routing
 from monarch_rl.supervise import root
 
 if TYPE_CHECKING:
@@ -23,6 +25,10 @@ CPU_KV_BYTES = 256 << 20
 """The KV cache on CPU, unless one sequence of full length needs more."""
 CPU_BLOCK = 32
 """Tokens per KV block on CPU: prefixes shorter than a block are never shared."""
+REPLAYED = ("qwen3_moe",)
+"""Kinds of models, as `config.json` names them, whose routing the trainer can repeat (see `router_replay`)."""
+EXPERTS = ("num_experts", "num_local_experts", "moe_num_experts", "n_routed_experts")
+"""What `config.json` may call the number of experts."""
 
 
 class EngineError(RuntimeError):
@@ -50,7 +56,30 @@ def context_length(directory: Path, overrides: Mapping[str, Any], *, cpu: bool) 
     return min(most, CPU_CONTEXT) if cpu else most
 
 
-def build_llm(model_path: str, dtype: str, seed: int, overrides: dict[str, Any]) -> Any:
+def engine_environment(cpu: bool) -> dict[str, str]:
+    """Variables that the engine's process needs before it imports torch."""
+    common = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_HOST_IP": "127.0.0.1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # NUMA binding is told to everybody
+        "PYTHONWARNINGS": "ignore::FutureWarning:vllm.triton_utils.dispatcher",
+    }
+    # With more threads than idle cores torch spins: one thread is 10 to 40 times faster. Compiling helps nothing in eager mode.
+    return common | ({"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if cpu else {})
+
+
+def build_llm(
+    model_path: str, dtype: str, seed: int, overrides: dict[str, Any], *, keep_masks: bool, keep_routing: bool
+) -> tuple[Any, Recorded]:
+    """An LLMEngine that has sampled one token, so that what this machine cannot run fails now and not at the first request.
+
+    Raises:
+        EngineError: vLLM has no such setting, it breaks what is promised here, or the model's routing cannot be kept.
+    """
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
+        raise EngineError("the variables of engine_environment() must be set before the engine's process imports torch")
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -60,10 +89,62 @@ def build_llm(model_path: str, dtype: str, seed: int, overrides: dict[str, Any])
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # there is no Triton for CPUs
         _keep_weights_live()
     known = {field.name for field in dataclasses.fields(EngineArgs)}
-    arguments = _arguments(overrides, known, model=model_path, dtype=dtype, seed=seed)
+    experts = experts_to_keep(model_path) if keep_routing else None
+    # vLLM's own switches need its second model runner, which there is not on CPUs.
+    switches = {"return_sampling_mask": keep_masks, "enable_return_routed_experts": experts is not None}
+    own = {} if cpu else {name: True for name, on in switches.items() if on}
+    arguments = _arguments(overrides, known, model=model_path, dtype=dtype, seed=seed, **own)
     if cpu:
         arguments = _cpu_arguments(arguments)
-    return LLMEngine.from_engine_args(EngineArgs(**arguments))
+    llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    try:
+        _warm_up(llm)
+    except Exception:
+        llm.engine_core.shutdown()  # nobody else knows it yet
+        raise
+    if cpu and keep_masks:
+        record_masks(llm)
+    if cpu and experts:
+        record_routing(llm, experts)
+    return llm, Recorded(int(llm.model_config.get_vocab_size()), keep_masks, experts)
+
+
+def _warm_up(llm: Any) -> None:
+    from vllm import SamplingParams
+    from vllm.inputs.engine import tokens_input
+
+    llm.add_request("warm-up", tokens_input([0]), SamplingParams(max_tokens=1, top_k=1, seed=0, logprobs=0, detokenize=False))
+    while llm.has_unfinished_requests():
+        llm.step()
+
+
+def experts_to_keep(model_path: str) -> Experts | None:
+    """None where the model is no mixture of experts.
+
+    Raises:
+        EngineError: it is one whose routing the trainer cannot repeat.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    count = max([0, *(found for name in EXPERTS if isinstance(found := getattr(config, name, None), int))])
+    if count <= 1:
+        return None
+    if config.model_type not in REPLAYED:
+        raise EngineError(
+            f"generator.keep_routing: the trainer cannot repeat the routing of {config.model_type} models, only of "
+            f"{', '.join(REPLAYED)}; generator.keep_routing=false lets it choose experts anew"
+        )
+    return Experts(count, config.num_hidden_layers, config.num_experts_per_tok)
+
+
+def salt_anew(llm: Any, salt: str) -> None:
+    """What waits in vLLM's queue will be computed by the new weights, and must not find prefixes that the old ones computed."""
+    for request in llm.engine_core.engine_core.scheduler.requests.values():
+        if request.num_computed_tokens == 0:
+            request.cache_salt = salt
+            request.block_hashes = []
+            request.update_block_hashes()
 
 
 def _keep_weights_live() -> None:

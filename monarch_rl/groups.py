@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from monarch_rl.ledger import AgeError
 from monarch_rl.packing import pack, token_ages, trained_mask
-from monarch_rl.types import Group, Shard
+from monarch_rl.types import NOT_SAMPLED, Group, Shard
 
 Verdict = Literal["trainable", "dead", "unscorable"]
 
@@ -32,6 +32,13 @@ def describe(group: Group, width: int = 60) -> str:
     parts += [f"error {' '.join(errors[0].split())[: 2 * width]}"] if errors else []
     parts += [f"completion {texts[0][:width]!r}"] if texts else []
     return ", ".join(parts)
+
+
+def stamps(group: Group) -> tuple[int, int]:
+    """`Version.pack()` of the oldest weights behind the sampled tokens, and of the newest; `NOT_SAMPLED` where there are none."""
+    sampled = [e.versions_T[e.loss_mask_T] for e in group.episodes]
+    versions_N = np.concatenate(sampled) if sampled else np.zeros(0, np.int64)
+    return (int(versions_N.min()), int(versions_N.max())) if versions_N.size else (NOT_SAMPLED, NOT_SAMPLED)
 
 
 def check_ages(groups: Iterable[Group], step: int, max_age: Callable[[int], int], lineage: int = 0) -> None:

@@ -20,7 +20,7 @@ from monarch_rl.algorithms.corrections import CORRECTIONS
 from monarch_rl.algorithms.logprobs import mismatch_kl
 from monarch_rl.algorithms.losses import AGGREGATIONS, LOSSES, old_logprobs
 from monarch_rl.config import TrainerConfig
-from monarch_rl.models import PolicyModel, shard
+from monarch_rl.models import PolicyModel, on_device, shard
 from monarch_rl.packing import Batch, collate, token_ages
 from monarch_rl.types import Shard
 
@@ -126,7 +126,8 @@ class Learner:
         read = (arrays.inputs_BT, arrays.positions_N, arrays.targets_N, arrays.temperatures_N)
         known = (arrays.rows_N, arrays.logprobs_N, ages, fresh)
         rows_N, behaviour_N, ages_N, fresh_N = (torch.from_numpy(x).to(self.device) for x in known)
-        logprobs_N, entropy_N = self.model(*(torch.from_numpy(x).to(self.device) for x in read))
+        channels = on_device(arrays.channels, self.device)
+        logprobs_N, entropy_N = self.model(*(torch.from_numpy(x).to(self.device) for x in read), channels)
         own_N = logprobs_N.detach()
         # REINFORCE has no ratio of its own, so that the correction has to cover all of π / μ: "old" is the trainer itself.
         old_N = own_N if self.config.loss == "reinforce" else old_logprobs(own_N, behaviour_N, ages_N)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from pathlib import Path
 from typing import Literal, Protocol
 
 from monarch_rl.config import Config
@@ -32,18 +31,22 @@ class System(Protocol):
         """Rollouts, pulls and records, for as long as the body runs; their failure ends the body."""
         ...
 
-    async def train_step(self, step: int) -> Mapping[str, float]:
-        """One optimizer step on the batch of `step`, when the system is not paused; stages the new weights."""
+    async def train_step(self, step: int) -> Mapping[str, float] | None:
+        """One optimizer step on the batch of `step`, when the system is not paused; stages the new weights. None: the data have ended."""
         ...
 
     def record(self, step: int, stats: Mapping[str, float]) -> None:
-        """Write the row of a step, without keeping the trainer waiting."""
+        """Write the row of a step, without keeping the trainer waiting. Of a step that has one: add to it."""
         ...
 
     def due(self, what: Literal["eval", "checkpoint"], step: int) -> bool: ...
 
-    async def checkpoint(self) -> Path:
-        """Write what the run needs to go on from here."""
+    async def start_checkpoint(self) -> None:
+        """Begin to write what the run needs to go on from here, beside the training."""
+        ...
+
+    async def checkpoints(self) -> None:
+        """Wait for the checkpoints that were started."""
         ...
 
     def start_evaluation(self, step: int) -> None:
@@ -67,10 +70,23 @@ async def train(system: System, until: int | None = None) -> None:
             system.record(0, {})
         for step in range(start.step + 1, last + 1):
             stats = await system.train_step(step)
+            if stats is None:  # each prompt was trained or dropped, as many times as was asked for
+                await _end(system, step - 1, start.step)
+                break
             if system.due("eval", step):
                 system.start_evaluation(step)
             if step == system.config.steps:
                 await system.evaluations()
             system.record(step, stats)
             if system.due("checkpoint", step):
-                await system.checkpoint()
+                await system.start_checkpoint()
+        await system.checkpoints()
+
+
+async def _end(system: System, step: int, start: int) -> None:
+    """The step that is done turns out to have been the last."""
+    await system.publish(Version(0, step))
+    if step > start:
+        system.start_evaluation(step)
+        await system.evaluations()
+        system.record(step, {})

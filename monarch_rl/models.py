@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -15,9 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from monarch_rl.algorithms.logprobs import token_logprobs
+from monarch_rl.algorithms.logprobs import Kept, token_logprobs
 from monarch_rl.config import UserError
 from monarch_rl.rendering import local_directory
+from monarch_rl.router_replay import Replay
+from monarch_rl.types import MASK, ROUTING, Rows
 
 disable_progress_bar()  # several ranks would draw over each other and over the console
 
@@ -33,16 +39,39 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.causal_lm = causal_lm.eval()  # no dropout: the ratio to the sampler must be 1 where weights are equal
         self.logprob_chunk = logprob_chunk
+        self.replay = Replay(causal_lm)
 
-    def forward(self, inputs_BT: Tensor, positions_N: Tensor, targets_N: Tensor, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, inputs_BT: Tensor, positions_N: Tensor, targets_N: Tensor, temperatures_N: Tensor, channels: Mapping[str, Any] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Log-probability of each target and entropy, [N] float32, see `Batch` for the arguments and `token_logprobs`.
+
+        `channels`: from `on_device`.
 
         Rows are padded on the right, where a causal model does not look: no attention mask, which also lets attention take
         its fast path.
         """
+        channels = channels or {}
+        self.replay.use(channels.get(ROUTING))
         hidden_BTD = self.causal_lm.base_model(input_ids=inputs_BT, use_cache=False).last_hidden_state
         hidden_ND = hidden_BTD.flatten(0, 1).index_select(0, positions_N)
-        return token_logprobs(hidden_ND, targets_N, self.causal_lm.get_output_embeddings(), temperatures_N, self.logprob_chunk)
+        head = self.causal_lm.get_output_embeddings()
+        return token_logprobs(hidden_ND, targets_N, head, temperatures_N, self.logprob_chunk, channels.get(MASK))
+
+
+def on_device(channels: Mapping[str, Rows | NDArray[Any]], device: torch.device) -> dict[str, Any]:
+    """`Batch.channels` as tensors: ragged ones as `Kept`, the others as they are, int64."""
+    made: dict[str, Any] = {}
+    for name, channel in channels.items():
+        if isinstance(channel, Rows):
+            made[name] = Kept(_integers(channel.values, device), _integers(channel.offsets, device))
+        else:
+            made[name] = _integers(channel, device)
+    return made
+
+
+def _integers(array: Any, device: torch.device) -> Tensor:
+    return torch.from_numpy(array.astype(np.int64)).to(device)
 
 
 def resolve_path(path: str) -> str:
@@ -103,7 +132,8 @@ def shard(model: PolicyModel, device_mesh: DeviceMesh, *, bf16: bool, activation
             # Inside of FSDP's hooks, which stay on the module, so that weights are gathered once for recomputation and backward.
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
         fully_shard(layer, mesh=device_mesh, mp_policy=policy)
-    fully_shard(model, mesh=device_mesh, mp_policy=policy)
+    # Of the root's inputs only temperatures are no integers; they are not to be rounded.
+    fully_shard(model, mesh=device_mesh, mp_policy=replace(policy, cast_forward_inputs=False))
     return model
 
 

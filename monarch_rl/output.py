@@ -17,7 +17,8 @@ from monarch_rl.observe import console
 from monarch_rl.observe.status import read_status
 
 RUN_FILES = {
-    *("config.yaml", "metrics.jsonl", "rollouts.jsonl", "report.html", "timeline.json", "error.log", "model", "checkpoints", "export"),
+    *("config.yaml", "metrics.jsonl", "rollouts.jsonl", "ledger.jsonl", "report.html", "timeline.json", "error.log"),
+    *("model", "checkpoints", "record", "export"),
     *("job.sbatch", "console.log", "tensorboard", "wandb", "trackio", "trackers.json", "status.json", "workers"),
 }
 """What a run writes. A folder that holds anything else is not moved aside, nor filled."""
@@ -69,6 +70,8 @@ def _look(config: Config, path: Path) -> str:
     _check_free(config, path)
     if config.resume == "none":
         _check_own(config, path)
+    if config.replay and path.resolve() == Path(config.replay).expanduser().resolve():
+        raise UserError(f"output_dir={config.output_dir}: is the run that replay names; name another folder")
     # Permissions do not tell all, e.g. of /proc and of full disks.
     with tempfile.TemporaryDirectory(prefix=".monarch_rl_", dir=_nearest_folder(path)) as probe:
         (Path(probe) / "probe").write_text("probe")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monarch_rl.types import Episode, Version
+from monarch_rl.types import MASK, Episode, Rows, Version, row_offsets
 
 MAX_PADDING = 0.08
 """More micro-batches are made until padding is at most this share of the padded tokens ..."""
@@ -99,6 +100,8 @@ class Batch:
     """That each trained token was sampled at."""
     tokens: int
     """Entries of `inputs_BT` that are no padding."""
+    channels: dict[str, Rows | NDArray[Any]]
+    """Ragged ones: the N rows of the trained tokens. Of fixed width: [B, T, ...] beside `inputs_BT`, zeros at padding."""
 
 
 def trained_mask(episode: Episode) -> NDArray[np.bool_]:
@@ -113,7 +116,8 @@ def collate(episodes: Sequence[Episode]) -> Batch:
     """Arrays of one micro-batch; no episodes give one row of padding without a trained token.
 
     Raises:
-        ValueError: an episode's first token is marked as sampled, but nothing precedes it to predict it.
+        ValueError: an episode's first token is marked as sampled, but nothing precedes it to predict it. Or a channel lacks rows,
+        or belongs to other tokens.
     """
     rows, width = max(1, len(episodes)), max([2, *(len(e.ids_T) for e in episodes)])
     ids_BT, mask_BT = np.zeros((rows, width), np.int64), np.zeros((rows, width), np.bool_)
@@ -136,7 +140,52 @@ def collate(episodes: Sequence[Episode]) -> Batch:
         versions_N=versions_BT[:, 1:][mask_BT],
         temperatures_N=temperatures_B[rows_N],
         tokens=sum(max(0, len(e.ids_T) - 1) for e in episodes),
+        channels=_channels(episodes, width - 1, ids_BT[:, 1:][mask_BT]),
     )
+
+
+def _channels(episodes: Sequence[Episode], width: int, targets_N: NDArray[np.int64]) -> dict[str, Rows | NDArray[Any]]:
+    names = {name for episode in episodes for name in episode.channels}
+    if lacking := [name for name in sorted(names) if any(name not in episode.channels for episode in episodes)]:
+        raise ValueError(f"some episodes of the micro-batch come with the channel {lacking[0]} and some without")
+    made: dict[str, Rows | NDArray[Any]] = {}
+    for name in sorted(names):
+        rows = [episode.channels[name] for episode in episodes]
+        if any(len(r) != len(e.ids_T) for r, e in zip(rows, episodes, strict=True)):
+            raise ValueError(f"the channel {name} of an episode has not one row for each token")
+        made[name] = _beside_inputs(rows, width) if rows[0].offsets is None else _of_targets(rows, episodes)
+    if isinstance(mask := made.get(MASK), Rows):
+        _check_mask(mask, targets_N)
+    return made
+
+
+def _of_targets(rows: Sequence[Rows], episodes: Sequence[Episode]) -> Rows:
+    """Rows of the trained tokens, one after the other."""
+    values, lengths = [], []
+    for row, episode in zip(rows, episodes, strict=True):
+        assert row.offsets is not None
+        trained_T, lengths_T = trained_mask(episode), np.diff(row.offsets)
+        values.append(row.values[np.repeat(trained_T, lengths_T)])
+        lengths.append(lengths_T[trained_T])
+    return Rows(np.concatenate(values), row_offsets(np.concatenate(lengths)))
+
+
+def _beside_inputs(rows: Sequence[Rows], width: int) -> NDArray[Any]:
+    first = rows[0].values
+    beside_BT = np.zeros((len(rows), width, *first.shape[1:]), first.dtype)
+    for at, row in enumerate(rows):
+        beside_BT[at, : len(row) - 1] = row.values[:-1]
+    return beside_BT
+
+
+def _check_mask(mask: Rows, targets_N: NDArray[np.int64]) -> None:
+    """A sampled token that its mask leaves out has probability 0: its row belongs to another token."""
+    assert mask.offsets is not None
+    lengths_N = np.diff(mask.offsets)
+    found_M = mask.values == np.repeat(targets_N, lengths_N)
+    found_N = np.bincount(np.repeat(np.arange(len(targets_N)), lengths_N), found_M, len(targets_N)).astype(bool)
+    if (wrong := (lengths_N > 0) & ~found_N).any():
+        raise ValueError(f"token {targets_N[wrong.argmax()]} was sampled, but is not among the ids that could be drawn")
 
 
 def token_ages(versions_N: NDArray[np.int64], step: int, lineage: int) -> NDArray[np.int64]:

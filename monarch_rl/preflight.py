@@ -6,10 +6,12 @@ import asyncio
 import json
 from collections.abc import Sequence
 from itertools import islice
+from pathlib import Path
 
+from monarch_rl import recorded
 from monarch_rl.cluster.placement import host_count, hosts_by_role
 from monarch_rl.config import Config, UserError, label
-from monarch_rl.engine_setup import context_length
+from monarch_rl.engine_setup import EngineError, context_length, experts_to_keep
 from monarch_rl.observe import trackers
 from monarch_rl.rendering import Renderer
 from monarch_rl.supervise import cause
@@ -30,7 +32,11 @@ def check(config: Config) -> tuple[Renderer, Task]:
     trackers.check(config.trackers)
     hosts_by_role(config, host_count(config))
     renderer = Renderer.of(config.model)
+    _check_routing(config, renderer)
     task = _load(config)
+    steps_of_data(config, task)
+    if config.replay:
+        recorded.check(Path(config.replay))
     context = context_length(renderer.directory, config.generator.engine, cpu=config.profile != "cuda")
     if context is not None and config.generator.max_new_tokens >= context:
         raise UserError(
@@ -48,6 +54,26 @@ def check(config: Config) -> tuple[Renderer, Task]:
                 f"context of {context} tokens; nor does any other of the first {len(lengths)} fit"
             )
     return renderer, task
+
+
+def steps_of_data(config: Config, task: Task) -> int | None:
+    """Optimizer steps in all epochs if no prompt is dropped; None: without an end.
+
+    Raises:
+        UserError: the task has no end, or there would be no step or, with `buffer.tail=error`, groups left over.
+    """
+    if not config.epochs:
+        return None
+    if task.size is None:
+        raise UserError(f"epochs={config.epochs}: task {task.name} has no end; set steps alone, and epochs=0")
+    per_step, tail = config.buffer.prompts_per_step, config.buffer.tail
+    whole, left = divmod(config.epochs * task.size, per_step)
+    if left and (tail == "error" or (tail == "drop" and not whole)):
+        raise UserError(
+            f"buffer.tail={tail}: task {task.name} has {task.size} prompts, with epochs={config.epochs} that is {whole} steps of "
+            f"buffer.prompts_per_step={per_step} and {left} prompts more"
+        )
+    return whole + (tail == "train" and left > 0)
 
 
 def look_closely(config: Config, renderer: Renderer, task: Task) -> list[str]:
@@ -71,6 +97,14 @@ def look_closely(config: Config, renderer: Renderer, task: Task) -> list[str]:
         said = error.removeprefix(no_number)
         raise UserError(f"task={label(config.task)}: the reward of an empty completion of train prompt 0 is {said}")
     return [f"task: {label(config.task)}", *found, f"reward of an empty completion: {score.reward if score.error is None else score.error}"]
+
+
+def _check_routing(config: Config, renderer: Renderer) -> None:
+    if config.generator.keep_routing and (renderer.directory / "config.json").is_file():
+        try:
+            experts_to_keep(str(renderer.directory))
+        except EngineError as error:
+            raise UserError(str(error)) from error
 
 
 def _load(config: Config) -> Task:

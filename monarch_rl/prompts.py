@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Iterable, Iterator
 
 from torch.utils.data import Sampler
 from torchdata import nodes
@@ -14,27 +13,27 @@ from monarch_rl.types import Prompt
 
 
 class Ordinals(Sampler[int]):
-    """start, start + 1, …: prompts are pure functions of their ordinal, so a stream resumes anywhere, without a state of its own."""
+    """Prompts are pure functions of their ordinal, so a stream resumes anywhere, without a state of its own."""
 
-    def __init__(self, start: int = 0) -> None:
-        self.start = start
+    def __init__(self, ordinals: Iterable[int]) -> None:
+        self.ordinals = ordinals
 
     def __iter__(self) -> Iterator[int]:
-        return count(self.start)
+        return iter(self.ordinals)
 
 
 class PromptStream:
-    """Prompts in ordinal order, made ahead by a thread of their own; `next` blocks while the task is slower than its readers.
+    """Prompts in order, made ahead by a thread of their own; `next` blocks while the task is slower than its readers.
 
     Args:
         task: makes the prompts.
         ahead: prompts kept ready.
-        start: the first ordinal.
+        ordinals: which ones.
     """
 
-    def __init__(self, task: Task, ahead: int, start: int = 0) -> None:
+    def __init__(self, task: Task, ahead: int, ordinals: Iterable[int]) -> None:
         self._task = task
-        made = nodes.Mapper(nodes.SamplerWrapper(Ordinals(start)), self._make)
+        made = nodes.Mapper(nodes.SamplerWrapper(Ordinals(ordinals)), self._make)
         self._made: Iterator[Prompt | PromptError] = nodes.Prefetcher(made, prefetch_factor=ahead, snapshot_frequency=0)
 
     def __iter__(self) -> PromptStream:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.config import Config
-from monarch_rl.ledger import Holdings
+from monarch_rl.lives import Holdings
 from monarch_rl.observe import console
 from monarch_rl.observe.live import make_console
 from monarch_rl.observe.metrics import GeneratorFigures, GeneratorReport, MetricsFile
@@ -144,6 +144,8 @@ class Records:
     async def _write(self, step: int, stats: Mapping[str, float]) -> None:
         assert self._file is not None
         await self.collect()
+        if self.rows and self.rows[-1]["step"] == step:
+            return self._add(self.rows[-1])
         row: dict[str, Any] = {"step": step, "version": str(Version(0, step)), "wall_s": round(time.monotonic() - self._started, 3)}
         row |= {**stats, **self._figures.row(step, self.reports)}
         if step:
@@ -157,3 +159,13 @@ class Records:
         every = self._config.console.rollouts_every
         if every and step and step % every == 0:
             self.console.rollouts(await self._buffer.samples.call_one(console.SAMPLES))
+
+    def _add(self, row: dict[str, Any]) -> None:
+        """An evaluation that no further row will hold."""
+        assert self._file is not None
+        evaluated, self._evaluated = self._evaluated, {}
+        if evaluated:
+            row |= evaluated
+            self._file.rewrite(row)
+            self._trackers.row(row)
+            self.console.row_again(row)

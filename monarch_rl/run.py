@@ -20,7 +20,7 @@ from monarch_rl.configure import Resolved, help_table, load, provenance_table, r
 USAGE = """\
 usage:   python -m monarch_rl.run recipe=NAME [key=value ...] [option ...], or COMMAND ...
 example: python -m monarch_rl.run recipe=grpo_qwen steps=20 trainer.lr=1e-4
-options: --print, --dry-run, --help; commands: report, watch, eval, export, worker"""
+options: --print, --dry-run, --help; commands: report, watch, eval, export, inspect, worker"""
 
 HELP = """
   recipe=NAME   ./recipes/NAME.yaml, else the recipe of that name that comes with

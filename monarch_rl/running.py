@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from monarch_rl import checkpoint
+from monarch_rl import checkpoint, resume
 from monarch_rl.clocks import clock_offsets
 from monarch_rl.config import Config
 from monarch_rl.evaluation import Evaluated, evaluate
-from monarch_rl.ledger import Progress
+from monarch_rl.lives import Progress
 from monarch_rl.meshes import START_DEADLINE_S, ActorDied, Meshes
 from monarch_rl.observe.metrics import trainer_figures
 from monarch_rl.records import Records
@@ -22,8 +22,11 @@ from monarch_rl.supervise import answer, ended, root
 from monarch_rl.types import Version
 
 if TYPE_CHECKING:
+    from monarch.actor import Future
+
     from actors.rollout import RolloutWorker
-    from monarch_rl.tasks import TaskSpec
+    from actors.scorer import Scorer
+    from monarch_rl.tasks import Task, TaskSpec
 
 STOP_S = 1.0
 """For Monarch to take note, when all processes have ended."""
@@ -35,6 +38,9 @@ class Halted(Exception):
 
 class Running:
     """Starts the actors of a run and keeps them going. Satisfies `loop.System`; `Session` is this and what a user does with it."""
+
+    _task: Task
+    """Known when the configuration was looked at."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -48,11 +54,14 @@ class Running:
         self._publishing = asyncio.Lock()
         self._turn = asyncio.Lock()  # held by a step, and by what must stand between two steps
         self._keeper: asyncio.Task[None] | None = None
-        self._step_in_progress: asyncio.Task[Mapping[str, float]] | None = None
+        self._step_in_progress: asyncio.Task[Mapping[str, float] | None] | None = None
         self._unrecorded: tuple[int, Mapping[str, float]] | None = None
         self._training: asyncio.Task[Any] | None = None
         self._halted = False
         self._published: Version | None = None
+        self._saving = asyncio.Lock()
+        self._writing: asyncio.Task[None] | None = None  # a checkpoint
+        self._checkpointed = 0
         self._evaluations: set[asyncio.Task[None]] = set()
 
     @property
@@ -75,13 +84,16 @@ class Running:
             await self._publish(version)
 
     async def _publish(self, version: Version | None) -> None:
+        if self.config.replay:
+            self._published = self.version
+            return
         if self._published is None:
             plan = await self._replicas.started()
             over = await answer(self._trainers.transport.call(), "trainers (transport)", START_DEADLINE_S)
             self._records.console.say(f"weights travel over {' and '.join(sorted(set(over.values())))}")
             rings = await answer(self._trainers.open_ring.call(plan), "trainers (staging slots)", START_DEADLINE_S)
             self._source = Source(self._publishers, list(rings.values()), plan.digest)
-        elif version is not None:
+        elif version == self._published:
             return  # the loop asks for it whenever it begins
         async with self._turn:
             self._published = self.version
@@ -99,7 +111,7 @@ class Running:
         except BaseExceptionGroup as group:
             raise _first(group) from None
 
-    async def train_step(self, step: int) -> Mapping[str, float]:
+    async def train_step(self, step: int) -> Mapping[str, float] | None:
         await self._go.wait()
         self._step_in_progress = asyncio.create_task(self._step(step), name=f"step {step}")
         self._step_in_progress.add_done_callback(_heard)
@@ -111,10 +123,10 @@ class Running:
 
     def due(self, what: Literal["eval", "checkpoint"], step: int) -> bool:
         every = getattr(self.config, what).every
-        return (what == "eval" and step == self.config.steps) or bool(every and step % every == 0)
+        return bool(every and step % every == 0) or (step == self.config.steps and (what == "eval" or bool(every)))
 
     def start_evaluation(self, step: int) -> None:
-        if self.config.eval.prompts:
+        if self.config.eval.prompts and not self.config.replay:
             self._evaluations.add(self._background.create_task(self._evaluate(step), name=f"evaluation of step {step}"))
 
     async def evaluations(self) -> None:
@@ -122,15 +134,41 @@ class Running:
         self._evaluations.clear()
 
     async def checkpoint(self) -> Path:
-        """Write model, optimizer and progress to `checkpoints/step_N`, for `resume`. Stands between two steps."""
+        """Write model, optimizer, ledger and waiting groups to `checkpoints/step_N`, for `resume`."""
+        await self.start_checkpoint()
+        await self.checkpoints()
+        return checkpoint.folder_of(self.output_dir, self._checkpointed)
+
+    async def start_checkpoint(self) -> None:
+        """What is to be written is copied between two steps; the writing goes on beside the training."""
+        async with self._saving:
+            await self.checkpoints()  # one at a time
+            await self._start_checkpoint()
+
+    async def _start_checkpoint(self) -> None:
         async with self._turn:
-            folder = checkpoint.folder_of(self.output_dir, self.version.step)
-            unfinished = checkpoint.unfinished(folder)
-            await answer(self._trainers.checkpoint.call(unfinished), "trainers (checkpoint)", START_DEADLINE_S)
-            await answer(self._buffer.trained.call_one(self.version.step), "replay buffer (trained)", 60.0)
-            progress: Progress = await answer(self._buffer.progress.call_one(), "replay buffer (progress)", 60.0)
+            self._checkpointed = self.version.step
+            folder = checkpoint.folder_of(self.output_dir, self._checkpointed)
+            snapshot = self._buffer.snapshot.call_one(self._checkpointed)
+            progress: Progress = await answer(snapshot, "replay buffer (snapshot)", 60.0)
+            copied = self._trainers.checkpoint.call(checkpoint.unfinished(folder))  # before the next step, since messages keep their order
+        self._writing = asyncio.create_task(self._write_checkpoint(folder, progress, copied), name=f"checkpoint of step {progress.step}")
+        self._writing.add_done_callback(_heard)
+
+    async def checkpoints(self) -> None:
+        if (writing := self._writing) is not None:
+            try:
+                await asyncio.shield(writing)
+            finally:
+                if self._writing is writing and writing.done():
+                    self._writing = None
+
+    async def _write_checkpoint(self, folder: Path, progress: Progress, copied: Future[Any]) -> None:
+        unfinished = checkpoint.unfinished(folder)
+        await answer(copied, "trainers (checkpoint)", START_DEADLINE_S)
+        await answer(self._buffer.save.call_one(unfinished), "replay buffer (checkpoint)", START_DEADLINE_S)
+        resume.write(unfinished, self.config, self._task)
         checkpoint.complete(folder, progress, self.config.checkpoint.keep)
-        return folder
 
     async def halt(self) -> None:
         """Have the training end with `Halted` after the step in progress, or before it where its batch is not complete."""
@@ -151,13 +189,14 @@ class Running:
     # --- start and end ----------------------------------------------------------------------------------------------
 
     async def _start(self) -> None:
-        found = checkpoint.to_resume(self.config.resume, self.output_dir)
-        progress = Progress(0, 0, {}) if found is None else checkpoint.read_progress(found)
+        found, resumed = resume.start(self.config, self._task)
+        for line in resumed.told:
+            self._records.console.say(line)
         self._meshes.watch()
         await self._meshes.open()
         if url := self._meshes.hosts.dashboard.url:
             self._records.console.say(f"Monarch's dashboard: {url} on {socket.gethostname()}")
-        self._spawn_actors(progress)
+        self._spawn_actors(found, resumed.keep_groups)
         from monarch.spmd import setup_torch_elastic_env_async
 
         await self._meshes.alive("trainer processes", setup_torch_elastic_env_async(self._meshes["trainer"]))
@@ -166,9 +205,10 @@ class Running:
         if found is not None:
             await self._meshes.alive("trainers (checkpoint)", self._trainers.restore.call(found).as_asyncio())
 
-    def _spawn_actors(self, progress: Progress) -> None:
+    def _spawn_actors(self, found: Path | None, keep_groups: bool) -> None:
         from actors.metrics import Metrics
         from actors.publisher import Publisher
+        from actors.recording import Recording
         from actors.replay_buffer import ReplayBuffer
         from actors.rollout import RolloutWorker
         from actors.scorer import Scorer
@@ -177,9 +217,17 @@ class Running:
         config, meshes = self.config, self._meshes
         metrics = meshes["replay_buffer"].spawn("metrics", Metrics)
         self._replicas = Replicas(config, meshes, metrics, self._records.console.say)
-        self._replicas.spawn(config.generator.replicas)
-        self._buffer = meshes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config, progress)
+        self._replicas.spawn(0 if config.replay else config.generator.replicas)
+        after = 0 if found is None else checkpoint.read_progress(found).step
+        if config.replay:
+            self._buffer: Any = meshes["replay_buffer"].spawn("replay_buffer", Recording, config)
+        else:
+            self._buffer = meshes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config, found, keep_groups)
         self._trainers = meshes["trainer"].spawn("trainer", Trainer, config, self._buffer)
+        self._records.begin(after, metrics, self._buffer)
+        if config.replay:
+            self._scorers: list[Scorer] = []
+            return
         self._publishers = meshes["trainer"].spawn("publisher", Publisher)
         judged_by = config.task, config.task_args, config.seed, config.scorer.deadline_s
         scorers = meshes["scorer"].spawn("scorer", Scorer, *judged_by, metrics)
@@ -187,7 +235,6 @@ class Running:
         self._rollouts = meshes["rollout"].spawn(
             "rollout", RolloutWorker, config, self._buffer, self._replicas.live, self._scorers, metrics
         )
-        self._records.begin(progress.step, metrics, self._buffer)
 
     async def _shut(self, deadline_s: float) -> None:
         """Let actors put down what they hold. One that has died, hangs or computes for longer misses nothing but this."""
@@ -220,9 +267,10 @@ class Running:
             tasks.create_task(ended(self._meshes.fault), name="watch")
             tasks.create_task(self._records.listen(), name="listen")
             tasks.create_task(self._records.write(), name="records")
-            self._replicas.begin(tasks, self._source, self._rollouts)
             self._begun.set()
-            tasks.create_task(ended(self._rollouts.work.call().as_asyncio()), name="rollouts")
+            if not self.config.replay:
+                self._replicas.begin(tasks, self._source, self._rollouts)
+                tasks.create_task(ended(self._rollouts.work.call().as_asyncio()), name="rollouts")
 
     def _over(self, keeper: asyncio.Task[None]) -> None:
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
@@ -233,7 +281,7 @@ class Running:
         assert self._keeper is not None
         await asyncio.shield(self._keeper)
 
-    async def _step(self, step: int) -> Mapping[str, float]:
+    async def _step(self, step: int) -> Mapping[str, float] | None:
         async with self._turn:
             if self._halted:
                 raise Halted(f"stopped before step {step}")
@@ -243,11 +291,19 @@ class Running:
                 raise Halted(f"stopped before step {step}") if self._halted else error from None
             for rank, (_, spans) in enumerate(ranks):
                 self._records.spans(f"trainer {rank}", spans)
+            if not ranks[0][0]:
+                self._set_steps(step - 1)
+                return None
             self._records.step = step
             if step % self.config.weights.every == 0 or step == self.config.steps:
                 self._published = self.version
             self._unrecorded = step, trainer_figures([figures for figures, _ in ranks])
             return self._unrecorded[1]
+
+    def _set_steps(self, steps: int) -> None:
+        """The data hold no more than so many."""
+        self.config.steps = steps
+        self._records.console.set_steps(steps)
 
     async def _evaluate(self, step: int) -> None:
         published = step if step == self.config.steps else step - step % self.config.weights.every

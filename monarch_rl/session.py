@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,17 +13,19 @@ from monarch_rl import figures, loop, preflight, tables
 from monarch_rl.changes import settle
 from monarch_rl.config import UserError
 from monarch_rl.evaluation import Evaluated
+from monarch_rl.generator_config import SAMPLED_BY
 from monarch_rl.meshes import START_DEADLINE_S, ActorDied
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.output import check_output_dir, make_output_dir
 from monarch_rl.running import STOP_S, Halted, Running
 from monarch_rl.supervise import answer, cause, root
-from monarch_rl.tables import Samples, Table
+from monarch_rl.tables import BufferTable, Samples, Table
 from monarch_rl.types import Sampling
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+    from monarch_rl.lives import Life, State
     from monarch_rl.rendering import Renderer
     from monarch_rl.tasks import TaskSpec
     from monarch_rl.types import Message
@@ -54,8 +57,13 @@ class Session(Running):
                 f"another session is open in this process ({Session._open.output_dir}): close it first, `await session.close()`"
             )
         check_output_dir(self.config)
-        preflight.check(self.config)
+        _, self._task = preflight.check(self.config)
         make_output_dir(self.config)
+        if (steps := preflight.steps_of_data(self.config, self._task)) is not None:
+            asked = self.config.steps
+            self._set_steps(min(steps, asked))
+            cut = f"; steps={asked} ends the run before" if asked < steps else ""
+            self._records.console.say(f"epochs={self.config.epochs}: {_count(steps, 'step')} in the data{cut}")
         ranks, replicas = self.config.trainer.ranks, self.config.generator.replicas
         self._records.console.say(f"starting {_count(ranks, 'trainer rank')} and {_count(replicas, 'vLLM engine')}")
         Session._open = self
@@ -144,8 +152,9 @@ class Session(Running):
         self._go.set()
 
     async def set(self, **values: Any) -> Table:
-        """Change what may change while it runs: lr, temperature, max_new_tokens, max_age (among values above 0), and how often to evaluate,
-        checkpoint and print. Groups that were started keep what they were started with.
+        """Change what may change while it runs: lr, temperature, max_new_tokens, max_age (among values above 0), top_k, top_p and min_p
+        (as long as one of them leaves ids out), and how often to evaluate, checkpoint and print. Groups that were started keep what they
+        were started with.
 
         Raises:
             ConfigError: one of the keys or values is not allowed; then nothing is changed.
@@ -154,9 +163,8 @@ class Session(Running):
         self._check_open()
         if "trainer.lr" in changed:
             await answer(self._trainers.set_lr.call(config.trainer.lr), "trainers (learning rate)", START_DEADLINE_S)
-        if changed.keys() & {"generator.temperature", "generator.max_new_tokens"}:
-            sampling = config.generator.temperature, config.generator.max_new_tokens
-            await answer(self._rollouts.set_sampling.call(*sampling), "rollout workers (sampling)", 60.0)
+        if changed.keys() & {f"generator.{name}" for name in SAMPLED_BY}:
+            await answer(self._rollouts.set_sampling.call(config.generator), "rollout workers (sampling)", 60.0)
         if "buffer.max_age" in changed:
             await answer(self._buffer.set_max_age.call_one(config.buffer.max_age), "replay buffer (max_age)", 60.0)
         for name in vars(config):
@@ -216,9 +224,9 @@ class Session(Running):
             UserError: there is no such replica.
         """
         await self._live()
-        asked = self.config.generator
-        limit = asked.max_new_tokens if max_new_tokens is None else max_new_tokens
-        sampling = Sampling(limit, asked.temperature if temperature is None else temperature, self._renderer.stop_ids)
+        sampling = Sampling.of(self.config.generator, self._renderer.stop_ids)
+        sampling = sampling if temperature is None else replace(sampling, temperature=temperature)
+        sampling = sampling if max_new_tokens is None else replace(sampling, max_new_tokens=max_new_tokens)
         generator = self._replicas.live[self._replica(replica)]
         reply = generator.generate.call_one(self._renderer.render(prompt), sampling, [seed + i for i in range(n)], 0)
         generations = await answer(reply, "generator", self.config.rollout.deadline_s)
@@ -245,9 +253,9 @@ class Session(Running):
         return tables.of_groups(groups, self.version)
 
     @property
-    def buffer(self) -> Table:
-        """Who holds which prompt, as of the last second."""
-        return tables.of_buffer(self._records.holdings)
+    def buffer(self) -> BufferTable:
+        """Who holds which prompt, as of the last second; `await buffer.ledger()` asks for the life of each."""
+        return tables.of_buffer(self._records.holdings, self._lives)
 
     @property
     def generators(self) -> Table:
@@ -301,11 +309,19 @@ class Session(Running):
     async def _live(self) -> None:
         """The policy can be asked: the first weights are published, and the background runs."""
         self._check_open()
+        if self.config.replay:
+            raise UserError(f"a replay (of {self.config.replay}) has no generators and no replay buffer to ask")
         if self._published is None:
             await self.publish(self.version)
         await self._keep()
         if self._keeper is not None and self._keeper.done():
             raise UserError(f"this session has {self._state}")
+
+    async def _lives(self, states: Sequence[State], last: int) -> list[Life]:
+        self._check_open()
+        if self.config.replay:
+            raise UserError(f"a replay (of {self.config.replay}) has no ledger; that of the run is in its ledger.jsonl")
+        return await answer(self._buffer.lives.call_one(states, last), "replay buffer (lives)", 60.0)
 
     def _replica(self, number: int | None) -> int:
         live = self._replicas.live

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -13,10 +14,10 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from monarch_rl.clocks import lane
-from monarch_rl.config import Config, label
-from monarch_rl.ledger import Holdings
+from monarch_rl.config import Config, UserError, label
+from monarch_rl.lives import STATES, Holdings, Life, State
 from monarch_rl.observe.metrics import GeneratorReport
-from monarch_rl.types import Episode, Generation, Group, Message, Version
+from monarch_rl.types import NOT_SAMPLED, Episode, Generation, Group, Message, Version
 
 if TYPE_CHECKING:
     from actors.process import Usage
@@ -95,6 +96,33 @@ class Samples(Table):
     texts: Sequence[str] = ()
 
 
+@dataclass(frozen=True, repr=False)
+class BufferTable(Table):
+    """Prompts by state; what is known of each is asked for."""
+
+    ask: Callable[[Sequence[State], int], Awaitable[list[Life]]] | None = None
+
+    async def ledger(self, *states: State, last: int = 64) -> Table:
+        """The life of each of the newest `last` prompts in any of `states`: `await session.buffer.ledger("leased", "dropped")`."""
+        if wrong := set(states) - set(STATES):
+            raise UserError(f"there is no state {sorted(wrong)[0]!r}; there are {', '.join(STATES)}")
+        assert self.ask is not None
+        return of_lives(await self.ask(states or STATES, last), time.time())
+
+
+def of_lives(lives: Iterable[Life], now: float, title: str = "Ledger") -> Table:
+    """One prompt a line; `now` in seconds since the epoch."""
+    columns = ("prompt", "state", "for s", "attempt", "held by", "step", "sampled by", "reason")
+    return Table(title, columns, [_life(life, now) for life in lives])
+
+
+def _life(life: Life, now: float) -> tuple[object, ...]:
+    span = [str(Version.unpack(packed)) for packed in (life.oldest, life.newest) if packed != NOT_SAMPLED]
+    seconds = f"{max(0.0, now - life.since):.1f}"
+    claim = life.attempt, life.owner, life.step or ""
+    return (life.ordinal, life.state, seconds, *claim, "-".join(sorted(set(span), key=span.index)), life.reason)
+
+
 def of_session(config: Config, state: str, version: Version, rows: Sequence[Mapping[str, Any]], dashboard: str = "") -> Table:
     last = rows[-1] if rows else {}
     evaluated: Mapping[str, Any] = next((row for row in reversed(rows) if "eval/accuracy" in row), {})
@@ -117,9 +145,9 @@ def of_rows(rows: Sequence[Mapping[str, Any]]) -> Table:
     return Table("Trainer", keys, [tuple(row.get(key, "") for key in keys) for row in rows])
 
 
-def of_buffer(holdings: Holdings | None) -> Table:
+def of_buffer(holdings: Holdings | None, ask: Callable[[Sequence[State], int], Awaitable[list[Life]]] | None = None) -> BufferTable:
     if holdings is None:
-        return Table("ReplayBuffer", ("state", "prompts", "held by", "ordinals"), [], "nothing was started yet")
+        return BufferTable("ReplayBuffer", ("state", "prompts", "held by", "ordinals"), [], "nothing was started yet", ask)
     rows: list[tuple[object, ...]] = []
     for state in ("pending", "leased", "scored", "taken"):
         held = [h for h in holdings.prompts if h.state == state]
@@ -129,7 +157,7 @@ def of_buffer(holdings: Holdings | None) -> Table:
     dropped = ", ".join(f"{count} {reason}" for reason, count in holdings.dropped.items())
     rows += [("trained", holdings.counts.trained, "", ""), ("dropped", holdings.counts.dropped, dropped, "")]
     note = f"max_age {holdings.max_age}: at most {holdings.budget} groups may be started ahead of the generators' step"
-    return Table("ReplayBuffer", ("state", "prompts", "held by", "ordinals"), rows, note)
+    return BufferTable("ReplayBuffer", ("state", "prompts", "held by", "ordinals"), rows, note, ask)
 
 
 def of_generators(reports: Iterable[GeneratorReport], version: Version) -> Table:

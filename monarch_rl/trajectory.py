@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from monarch_rl.types import NOT_SAMPLED, Episode, Generation
+from monarch_rl.types import NOT_SAMPLED, Episode, Generation, Rows, row_offsets
 
 
 class Trajectory:
@@ -73,4 +73,43 @@ class Trajectory:
             truncated=self.truncated,
             temperature=temperature,
             transcript=self._shown if len(self.turns) > 1 else "",
+            channels=self._channels(),
         )
+
+    def _channels(self) -> dict[str, Rows]:
+        if not self.sampled_tokens:
+            return {}
+        sampled = [part.channels for part, mask in zip(self._parts, self._masks, strict=True) if mask]
+        names = {name for channels in sampled for name in channels}
+        if lacking := [name for name in names if any(name not in channels for channels in sampled)]:
+            raise ValueError(f"some turns come with the channel {lacking[0]} and some without")
+        tokens = sum(len(part.ids_T) for part in self._parts)
+        return {name: joined([channels[name] for channels in sampled], tokens) for name in sorted(names)}
+
+
+def joined(pieces: Sequence[Rows], tokens: int) -> Rows:
+    """A channel with one row for each token of a sequence, from pieces in the order in which they were recorded.
+
+    Where pieces overlap (a later turn reads all tokens again), the earlier row is the one that sampled and counts. Tokens without a
+    row get an empty one, where rows are ragged. Where they are of fixed width only the last token can lack one, which no model has
+    read yet; it gets zeros.
+
+    Raises:
+        ValueError: the rows of another token are missing, or there are more rows than tokens.
+    """
+    parts: list[Rows] = []
+    end = 0
+    for piece in pieces:
+        parts.append(piece.after(end))
+        if piece.offsets is None and parts[-1].start > end:
+            raise ValueError(f"a channel has no rows for tokens {end} to {parts[-1].start - 1}")
+        end = max(end, piece.end)
+    if end > tokens or (parts and parts[0].offsets is None and end < tokens - 1):
+        raise ValueError(f"a channel has rows for {end} of {tokens} tokens")
+    values = np.concatenate([part.values for part in parts])
+    if parts[0].offsets is None:
+        return Rows(np.concatenate([values, np.zeros((tokens - end, *values.shape[1:]), values.dtype)]))
+    lengths_T = np.zeros(tokens, np.int32)
+    for part in parts:
+        lengths_T[part.start : part.end] = 0 if part.offsets is None else np.diff(part.offsets)
+    return Rows(values, row_offsets(lengths_T))

@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from monarch_rl.generator_config import SAMPLED_BY, GeneratorConfig
+
 FinishReason = Literal["stop", "length", "abort"]
 Split = Literal["train", "eval"]
 Message = dict[str, str]
@@ -59,21 +61,72 @@ class Sampling:
     temperature: float = 1.0
     stop_ids: tuple[int, ...] = ()
     """Ids that end a turn; the one that was sampled is part of the generation and is trained."""
+    top_k: int = 0
+    """0: off."""
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, generator: GeneratorConfig, stop_ids: tuple[int, ...] = ()) -> Sampling:
+        """As the configuration says."""
+        return cls(**{name: getattr(generator, name) for name in SAMPLED_BY}, stop_ids=stop_ids)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some ids may never be drawn."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
 class _Compact:
-    """Pickles one-dimensional arrays as bytes. Thousands of small ones pass between processes; numpy's own way takes five times as long."""
+    """Pickles arrays as bytes. Thousands of small ones pass between processes; numpy's own way takes five times as long."""
 
     __slots__: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[Any, ...]:
         values = [getattr(self, name) for name in type(self).__slots__]
-        return _unpack, (type(self), [(v.dtype.str, v.tobytes()) if isinstance(v, np.ndarray) else v for v in values])
+        return _unpack, (type(self), [(v.dtype.str, v.tobytes(), v.shape) if isinstance(v, np.ndarray) else v for v in values])
 
 
 def _unpack(cls: type[_Compact], values: list[Any]) -> _Compact:
     # A bytearray, since arrays over bytes could not be written to.
-    return cls(*[np.frombuffer(bytearray(v[1]), v[0]) if type(v) is tuple else v for v in values])
+    return cls(*[np.frombuffer(bytearray(v[1]), v[0]).reshape(v[2]) if type(v) is tuple else v for v in values])
+
+
+MASK = "mask"
+"""Channel: the ids that could be drawn in place of a sampled token, int32, ragged. An empty row: all of them."""
+ROUTING = "routing"
+"""Channel: the experts of each token that the model has read, [layers, experts per token] integers."""
+
+
+@dataclass(slots=True)
+class Rows(_Compact):
+    """A channel: something that travels with tokens beside their logprobs. One row for each token from `start` on."""
+
+    values: NDArray[Any]
+    """[rows, ...], row t being `values[t]`; with `offsets` [M], row t being `values[offsets[t]:offsets[t + 1]]`."""
+    offsets: NDArray[np.int32] | None = None
+    """[rows + 1], where rows are of uneven length."""
+    start: int = 0
+    """Token of the sequence (prompt included) to which the first row belongs."""
+
+    def __len__(self) -> int:
+        return len(self.values) if self.offsets is None else len(self.offsets) - 1
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self)
+
+    def after(self, token: int) -> Rows:
+        """The rows of tokens from `token` on; none where it ends before."""
+        skip = min(len(self), max(0, token - self.start))
+        if self.offsets is None:
+            return Rows(self.values[skip:], None, self.start + skip)
+        return Rows(self.values[self.offsets[skip] :], self.offsets[skip:] - self.offsets[skip], self.start + skip)
+
+
+def row_offsets(lengths: NDArray[Any]) -> NDArray[np.int32]:
+    """`Rows.offsets` of rows of these lengths."""
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
 
 
 @dataclass(slots=True)
@@ -82,11 +135,13 @@ class Generation(_Compact):
 
     ids_T: NDArray[np.int32]
     logprobs_T: NDArray[np.float32]
-    """Of the distribution that was sampled (after temperature)."""
+    """Of the distribution that was sampled (after temperature, top-k, top-p and min-p)."""
     versions_T: NDArray[np.int64]
     """`Version.pack()` of the weights that sampled each token."""
     finish_reason: FinishReason
     replica: int = 0
+    channels: dict[str, Rows] = field(default_factory=dict)
+    """By name. `start` counts from the first token of the prompt, so that rows can belong to the prompt too."""
 
 
 @dataclass(slots=True)
@@ -111,6 +166,8 @@ class Episode(_Compact):
     """That its tokens were sampled at."""
     transcript: str = ""
     """Of an episode of several turns: the text with what the model was told in ⟨ ⟩."""
+    channels: dict[str, Rows] = field(default_factory=dict)
+    """By name; one row for each of the T tokens."""
 
     @property
     def sampled_tokens(self) -> int:

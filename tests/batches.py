@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
+from monarch_rl.checkpoint import Saver
 from monarch_rl.packing import pack, trained_mask
 from monarch_rl.types import NOT_SAMPLED, Episode, Shard, Version
 
@@ -92,3 +96,14 @@ def shards(
             )
         )
     return result
+
+
+def save(learner: Any, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> None:
+    """Model and optimizer as a checkpoint; `meanwhile` is done while it is written."""
+    told: SimpleQueue[Exception | None] = SimpleQueue()
+    saver = Saver(None)
+    saver.save(learner, folder, told.put)
+    meanwhile()
+    if (error := told.get(timeout=100)) is not None:
+        raise error
+    saver.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,24 +12,58 @@ from torch.utils.checkpoint import checkpoint
 Head = Callable[[Tensor], Tensor]
 """Hidden states [N, D] → logits [N, V]."""
 
+LEFT_OUT = -1e30
+"""Logit of what could not be drawn: exp gives exactly 0, and unlike infinity it does no harm to products with 0."""
 
-def token_logprobs(hidden_ND: Tensor, targets_N: Tensor, head: Head, temperatures_N: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
+
+class Kept(NamedTuple):
+    """Which ids could be drawn for each token: `ids_M[offsets_N1[n]:offsets_N1[n + 1]]`, or all where that is empty."""
+
+    ids_M: Tensor
+    offsets_N1: Tensor
+
+
+def token_logprobs(
+    hidden_ND: Tensor, targets_N: Tensor, head: Head, temperatures_N: Tensor, chunk: int, kept: Kept | None = None
+) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy, both [N] float32, of softmax(logits / temperature), the temperature of each token.
+
+    With `kept` both are of the distribution over the ids that could be drawn.
 
     Logits exist for `chunk` tokens at a time; where there are more, each chunk is computed again in the backward pass.
     The entropy carries no gradient. N = 0 is allowed and stays connected to the graph.
     """
     if len(targets_N) <= chunk:
-        return _of_chunk(hidden_ND, targets_N, head, temperatures_N)
+        return _of_chunk(hidden_ND, targets_N, head, temperatures_N, kept)
+    tokens = zip(hidden_ND.split(chunk), targets_N.split(chunk), temperatures_N.split(chunk), strict=True)
     parts = [
-        checkpoint(_of_chunk, hidden, targets, head, temperatures, use_reentrant=False, preserve_rng_state=False)
-        for hidden, targets, temperatures in zip(hidden_ND.split(chunk), targets_N.split(chunk), temperatures_N.split(chunk), strict=True)
+        checkpoint(
+            _of_chunk, hidden, targets, head, temperatures, _cut(kept, at * chunk, chunk), use_reentrant=False, preserve_rng_state=False
+        )
+        for at, (hidden, targets, temperatures) in enumerate(tokens)
     ]
     return torch.cat([logprobs for logprobs, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
 
-def _of_chunk(hidden_ND: Tensor, targets_N: Tensor, head: Head, temperatures_N: Tensor) -> tuple[Tensor, Tensor]:
+def _cut(kept: Kept | None, start: int, tokens: int) -> Kept | None:
+    if kept is None:
+        return None
+    offsets = kept.offsets_N1[start : start + tokens + 1]
+    return Kept(kept.ids_M[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
+
+
+def leave_out_(logits_NV: Tensor, kept: Kept) -> None:
+    """Set the logits of ids that could not be drawn to `LEFT_OUT`."""
+    lengths_N = kept.offsets_N1.diff()
+    left_out_NV = (lengths_N > 0)[:, None].repeat(1, logits_NV.shape[1])
+    left_out_NV[torch.repeat_interleave(lengths_N), kept.ids_M] = False
+    logits_NV.masked_fill_(left_out_NV, LEFT_OUT)
+
+
+def _of_chunk(hidden_ND: Tensor, targets_N: Tensor, head: Head, temperatures_N: Tensor, kept: Kept | None) -> tuple[Tensor, Tensor]:
     logits_NV = head(hidden_ND).float() / temperatures_N[:, None]
+    if kept is not None:
+        leave_out_(logits_NV, kept)
     logprobs_NV = logits_NV.log_softmax(-1)
     with torch.no_grad():
         entropy_N = -(logprobs_NV.exp() * logprobs_NV).sum(-1)

@@ -12,7 +12,7 @@ from monarch_rl.cluster.link import Host
 from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT
 from monarch_rl.cluster.placement import Processes
 from monarch_rl.config import Config
-from monarch_rl.engine import engine_environment
+from monarch_rl.engine_setup import engine_environment
 from monarch_rl.observe.quiet import silent_stderr
 
 if TYPE_CHECKING:

@@ -45,11 +45,13 @@ def place(config: Config, hosts: Sequence[Facts], replicas: int | None = None) -
     """
     where = hosts_by_role(config, len(hosts))
     placed = [_equipped(Processes("trainer", "rank", config.trainer.ranks, where["trainer"]), config, hosts, [])]
-    for replica in range(config.generator.replicas if replicas is None else replicas):
+    for replica in range(0 if config.replay else config.generator.replicas if replicas is None else replicas):
         placed.append(place_generator(replica, config, hosts, placed))
+    placed.append(Processes("replay_buffer", "proc", 1, where["replay_buffer"]))
+    if config.replay:
+        return placed
     return [
         *placed,
-        Processes("replay_buffer", "proc", 1, where["replay_buffer"]),
         Processes("rollout", "worker", config.rollout.workers, where["rollout"]),
         Processes("scorer", "worker", config.scorer.workers, where["scorer"]),
     ]

@@ -31,6 +31,14 @@ class Console(Protocol):
         """The figures of a step, as they go into `metrics.jsonl`."""
         ...
 
+    def row_again(self, row: Mapping[str, Any]) -> None:
+        """The last row, with an evaluation that came after it."""
+        ...
+
+    def set_steps(self, steps: int) -> None:
+        """The length of the run, where it is not that of the configuration."""
+        ...
+
     def reports(self, step: int, reports: Iterable[GeneratorReport]) -> None:
         """How the generators are; `step` is the trainer's."""
         ...
@@ -72,6 +80,12 @@ class PlainConsole:
 
     def row(self, row: Mapping[str, Any]) -> None:
         say(step_line(row, self._steps))
+
+    def row_again(self, row: Mapping[str, Any]) -> None:
+        self.row(row)
+
+    def set_steps(self, steps: int) -> None:
+        self._steps = steps
 
     def reports(self, step: int, reports: Iterable[GeneratorReport]) -> None: ...
 

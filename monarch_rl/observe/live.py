@@ -63,12 +63,18 @@ class LiveConsole:
 
     def row(self, row: Mapping[str, Any]) -> None:
         view = self._view
-        view.row = row
         view.walls_s.append(row["wall_s"])
         if "reward/mean" in row:
             view.rewards.append(row["reward/mean"])
+        self.row_again(row)
+
+    def row_again(self, row: Mapping[str, Any]) -> None:
+        self._view.row = row
         if "eval/accuracy" in row:
-            view.evaluations.append((row["eval/accuracy"], row["eval/version"]))
+            self._view.evaluations.append((row["eval/accuracy"], row["eval/version"]))
+
+    def set_steps(self, steps: int) -> None:
+        self._view.steps = steps
 
     def reports(self, step: int, reports: Iterable[GeneratorReport]) -> None:
         now = time.monotonic()

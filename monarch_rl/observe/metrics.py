@@ -97,8 +97,15 @@ class MetricsFile:
         self._file = reopen(path, after)
 
     def write(self, row: Mapping[str, object]) -> None:
+        self._last = self._file.tell()
         self._file.write(json.dumps(row) + "\n")
         self._file.flush()
+
+    def rewrite(self, row: Mapping[str, object]) -> None:
+        """In place of the last row."""
+        self._file.seek(self._last)
+        self._file.truncate()
+        self.write(row)
 
     def close(self) -> None:
         self._file.close()

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     PreTrainedModel,
     Qwen3Config,
     Qwen3ForCausalLM,
@@ -30,15 +27,14 @@ from monarch_rl import engine as engine_module
 from monarch_rl.configure import load
 from monarch_rl.engine import Engine, EngineError, PromptTooLong, UnusablePrompt
 from monarch_rl.types import Generation, Sampling, Version
-from monarch_rl.weights.plan import LoadPlan, apply, layout, region_bytes, shard_rows, stage
 from monarch_rl.weights.pull import WeightsDiffer
 from monarch_rl.weights.slots import checksum
+from tests.engines import System, held_after, started, tokens
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 SHIPPED = Path(engine_module.__file__).parent / "assets" / "tiny_qwen3"
 CONTEXT = 256
-RANKS = 3
 
 
 @pytest.fixture(scope="module")
@@ -60,55 +56,6 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     Qwen3ForCausalLM(config).save_pretrained(path)
     return path
-
-
-@dataclass
-class System:
-    """An engine, and the trainer's side of it: one model whose shards are staged as `RANKS` ranks would."""
-
-    engine: Engine
-    plan: LoadPlan
-    model: PreTrainedModel
-    path: Path
-    step: int = 0
-
-    def write(self, views: list[Tensor]) -> None:
-        layouts = [layout(self.plan, rank, RANKS) for rank in range(RANKS)]
-        regions = [torch.zeros(region_bytes(blocks), dtype=torch.uint8) for blocks in layouts]
-        for rank, (blocks, region) in enumerate(zip(layouts, regions, strict=True)):
-            local = {name: p[slice(*shard_rows(p.shape[0], rank, RANKS))] for name, p in self.model.named_parameters()}
-            stage(blocks, self.plan, local, region, rank, RANKS)
-        apply(self.plan, layouts, regions, views)
-
-    async def publish(self) -> Version:
-        self.step += 1
-        version = Version(0, self.step)
-        await self.engine.swap(self.write, version)
-        return version
-
-    def train(self) -> PreTrainedModel:
-        """Change every parameter; returns the model as it was."""
-        before = copy.deepcopy(self.model)
-        generator = torch.Generator().manual_seed(self.step)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
-        return before
-
-    def prompts(self, count: int, longest: int = 60) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(count)
-        lengths = torch.randint(1, longest, (count,), generator=generator).tolist()
-        return [torch.randint(0, self.model.config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
-
-    async def generate(self, prompts: list[list[int]], sampling: Sampling, seed: int = 0) -> list[Generation]:
-        requests = [self.engine.generate(prompt, sampling, seed + index) for index, prompt in enumerate(prompts)]
-        return list(await asyncio.gather(*requests))
-
-
-async def started(path: Path, kv_bytes: int = 64 << 20, kv: Literal["keep", "recompute"] = "keep") -> System:
-    engine = Engine(str(path), "float32", seed=0, overrides={"kv_cache_memory_bytes": kv_bytes}, kv=kv)
-    plan = await engine.start()
-    return System(engine, plan, AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), path)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["random", "shipped"])
@@ -148,14 +95,6 @@ def reference_after(old: PreTrainedModel, new: PreTrainedModel, prompt: list[int
     return logprobs.gather(-1, ids[0, first + 1 :, None])[:, 0]
 
 
-async def tokens(engine: Engine, more: int) -> None:
-    """Return once `more` tokens were sampled. Polls, because the engine says nothing before a request ends."""
-    target = engine.stats().tokens + more
-    async with asyncio.timeout(60):
-        while engine.stats().tokens < target:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 async def test_logprobs_equal_transformers(system: System, temperature: float) -> None:
     prompts = system.prompts(64)
@@ -176,9 +115,10 @@ async def test_a_swap_in_flight_splits_versions_exactly(system: System) -> None:
     prompts = system.prompts(24)
     old_version = system.engine.version
     running = asyncio.ensure_future(system.generate(prompts, Sampling(80)))
-    await tokens(system.engine, 24 * 20)
-    old = system.train()
-    new_version = await system.publish()
+    async with held_after(system.engine, 24 * 20):
+        old = system.train()
+        swap = asyncio.ensure_future(system.publish())
+    new_version = await swap
     worst_old = worst_new = 0.0
     assert old_version is not None
     for prompt, generation in zip(prompts, await running, strict=True):
@@ -232,12 +172,12 @@ async def test_a_swap_does_not_leave_old_prefixes_in_the_cache(system: System, m
     """Case 42: shared prefix, swap, ask again → as a fresh prefill; and without a swap the prefix is shared."""
     cached: list[int] = []
 
-    def spy(output: Any) -> Generation:
+    def spy(output: Any, *rest: Any) -> Generation:
         cached.append(output.num_cached_tokens)
-        return plain(output)
+        return plain(output, *rest)
 
-    plain = engine_module._generation
-    monkeypatch.setattr(engine_module, "_generation", spy)
+    plain = engine_module.generation_of
+    monkeypatch.setattr(engine_module, "generation_of", spy)
     prompt = system.prompts(1, 2)[0] * 100
     for _ in range(2):
         await system.generate([prompt], Sampling(8))

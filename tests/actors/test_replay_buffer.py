@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 import signal
 import time
@@ -15,9 +16,12 @@ import numpy as np
 import pytest
 from monarch.actor import ActorError, this_host
 
+from actors.recording import Recording
 from actors.replay_buffer import ReplayBuffer
 from monarch_rl.config import Config
 from monarch_rl.ledger import AgeError
+from monarch_rl.lives import STATES, Life, Progress
+from monarch_rl.observe import ledger_file
 from monarch_rl.types import NOT_SAMPLED, Episode, Group, Lease, Prompt, Shard, Version
 from tests.actors.buffer_actors import Bystander
 
@@ -28,8 +32,8 @@ from monarch_rl.types import Prompt
 
 class Count(Task):
     name = "count"
-    def __init__(self, broken=-1, slow_s=0.0):
-        self.broken, self.slow_s = broken, slow_s
+    def __init__(self, broken=-1, slow_s=0.0, size=None):
+        self.broken, self.slow_s, self.size = broken, slow_s, size
     def prompt(self, ordinal, split):
         if ordinal == self.broken:
             raise KeyError("no row")
@@ -56,13 +60,26 @@ async def make(processes: Any, tmp_path: Path) -> AsyncIterator[Make]:
     (tmp_path / "count.py").write_text(TASK)
     buffers = []
 
-    def spawn(*, steps: int = 10, ranks: int = 1, deadline_s: float = 60.0, attempts: int = 3, task_args: Any = None, **buffer: Any) -> Any:
-        config = Config(steps=steps, output_dir=str(tmp_path), task=f"{tmp_path / 'count.py'}:Count", task_args=task_args or {})
+    def spawn(
+        *,
+        steps: int = 10,
+        epochs: int = 0,
+        ranks: int = 1,
+        deadline_s: float = 60.0,
+        attempts: int = 3,
+        task_args: Any = None,
+        record: bool = False,
+        found: Path | None = None,
+        keep_groups: bool = True,
+        **buffer: Any,
+    ) -> Any:
+        task = f"{tmp_path / 'count.py'}:Count"
+        config = Config(steps=steps, epochs=epochs, output_dir=str(tmp_path), task=task, task_args=task_args or {}, record=record)
         config.buffer.prompts_per_step, config.buffer.max_age = 2, 1
         for key, value in buffer.items():
             setattr(config.buffer, key, value)
         config.trainer.ranks, config.rollout.deadline_s, config.rollout.max_attempts = ranks, deadline_s, attempts
-        buffers.append(processes.spawn(f"buffer_{next(NUMBER)}", ReplayBuffer, config))
+        buffers.append(processes.spawn(f"buffer_{next(NUMBER)}", ReplayBuffer, config, found, keep_groups))
         return buffers[-1]
 
     yield spawn
@@ -362,3 +379,115 @@ async def test_synchronous_run(make: Make) -> None:
         else:
             assert await asyncio.wait_for(waiting, 10) is None
         assert (await soon(buffer.stats.call_one(step)))["age/max"] == 0
+
+
+async def test_a_buffer_goes_on_from_a_checkpoint(make: Make, tmp_path: Path) -> None:
+    """Cases 2, 5: what was finished is trained without being sampled again, what was in flight is leased anew, as the same attempt."""
+    first = make()
+    claims = await claim(first, 4)
+    await put(first, [claims[0], claims[1], claims[3]])
+    await soon(first.take.call_one(1, 0))
+    assert await soon(first.snapshot.call_one(1)) == Progress(1, 2, {})
+    await soon(first.save.call_one(tmp_path / "step_1"))
+    await put(first, [claims[2]])  # after the checkpoint: lost with the run
+    await soon(first.close.call_one())
+    second = make(found=tmp_path / "step_1")
+    again = await claim(second, 3)
+    assert again == [(Lease(2, 1, 0), Prompt(2, "train 2")), *[(Lease(i, 1, 1), Prompt(i, f"train {i}")) for i in (4, 5)]]
+    batch = second.take.call_one(2, 0).as_asyncio()
+    await parked(batch)
+    await put(second, again[:1])
+    shard: Shard = await asyncio.wait_for(batch, 10)
+    assert (shard.ordinals, shard.total_tokens) == ([2, 3], 12)
+    trained = [json.loads(line)["ordinal"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert trained == [0, 1, 2, 3]
+    lives: list[Life] = await soon(second.lives.call_one(STATES, 9))
+    assert [(life.ordinal, life.state, life.step) for life in lives] == [
+        *[(0, "trained", 1), (1, "trained", 1), (2, "taken", 2), (3, "taken", 2), (4, "leased", 0), (5, "leased", 0)]
+    ]
+    assert [life.ordinal for life in await soon(second.lives.call_one(["leased"], 1))] == [5]
+    assert list(ledger_file.lives(tmp_path / "ledger.jsonl").values()) == lives_rounded(lives)
+
+
+def lives_rounded(lives: list[Life]) -> list[Life]:
+    return [life._replace(since=round(life.since, 3)) for life in lives]
+
+
+async def test_what_no_longer_fits_is_sampled_again(make: Make, tmp_path: Path) -> None:
+    first = make()
+    await put(first, await claim(first, 4))
+    await soon(first.snapshot.call_one(0))
+    await soon(first.save.call_one(tmp_path / "step_0"))
+    second = make(found=tmp_path / "step_0", keep_groups=False, prompts_per_step=1, max_age=0)
+    assert await claim(second, 1) == [(Lease(0, 1, 0), Prompt(0, "train 0"))]
+    waiting = second.lease.call_one("w").as_asyncio()
+    await parked(waiting)
+
+
+@pytest.mark.parametrize(("tail", "last"), [("train", [4, 5, 6]), ("drop", None)])
+async def test_the_data_end(make: Make, tail: str, last: list[int] | None) -> None:
+    """Case 23: seven prompts, four to a step. Three more are a smaller step or dropped; then workers go home and trainers hear of it."""
+    buffer = make(epochs=1, task_args={"size": 7}, prompts_per_step=4, tail=tail)
+    await put(buffer, await claim(buffer, 7))
+    assert await soon(buffer.lease.call_one("w")) is None
+    assert (await soon(buffer.take.call_one(1, 0))).ordinals == [0, 1, 2, 3]
+    shard = await soon(buffer.take.call_one(2, 0))
+    if last is None:
+        assert shard is None
+        assert [life.reason for life in await soon(buffer.lives.call_one(["dropped"], 9))] == ["tail"] * 3
+    else:
+        assert shard.ordinals == last
+        assert await soon(buffer.take.call_one(3, 0)) is None
+        assert await soon(buffer.take.call_one(3, 0)) is None
+
+
+async def test_a_tail_can_be_an_error(make: Make) -> None:
+    buffer = make(epochs=1, task_args={"size": 3}, tail="error")
+    await put(buffer, await claim(buffer, 3))
+    await soon(buffer.take.call_one(1, 0))
+    with pytest.raises(ValueError, match=r"the data end with 1 groups \(prompts 2 to 2\), fewer than buffer\.prompts_per_step=2"):
+        await soon(buffer.take.call_one(2, 0))
+
+
+async def test_a_prompt_that_waits_for_another_attempt_holds_up_the_end(make: Make) -> None:
+    """A lost claim at the very end of the data: others wait for it, and it is tried again."""
+    buffer = make(epochs=1, task_args={"size": 2})
+    first, second = await claim(buffer, 2)
+    waiting = buffer.lease.call_one("w").as_asyncio()
+    batch = buffer.take.call_one(1, 0).as_asyncio()
+    await put(buffer, [first])
+    await parked(waiting, batch)
+    await soon(buffer.fail.call_one(second[0], "engine died"))
+    lease, prompt = await asyncio.wait_for(waiting, 10)
+    assert lease == Lease(1, 2, 0)
+    await put(buffer, [(lease, prompt)])
+    assert (await asyncio.wait_for(batch, 10)).ordinals == [0, 1]
+
+
+async def test_data_of_which_nothing_is_left_are_an_error(make: Make) -> None:
+    buffer = make(epochs=1, task_args={"size": 2}, max_dead_steps=9)
+    batch = buffer.take.call_one(1, 0).as_asyncio()
+    await put(buffer, await claim(buffer, 2), rewards=(1.0, 1.0))
+    with pytest.raises(RuntimeError, match=r"all 2 prompts of the data were dropped \(2 dead\)\. prompt 0: rewards \[1 1\]"):
+        await asyncio.wait_for(batch, 10)
+
+
+async def test_what_is_recorded_is_what_was_trained(make: Make, processes: Any, tmp_path: Path) -> None:
+    """A replay gives the same shards to the same ranks."""
+    buffer = make(record=True, ranks=2)
+    await put(buffer, await claim(buffer, 2), rewards=(1.0, None, 0.5))
+    shards = [await soon(buffer.take.call_one(1, rank)) for rank in (0, 1)]
+    stats = await soon(buffer.stats.call_one(1))
+    await soon(buffer.close.call_one())
+    config = Config(replay=str(tmp_path))
+    config.trainer.ranks = 2
+    replay = processes.spawn(f"recording_{next(NUMBER)}", Recording, config)
+    for rank, shard in enumerate(shards):
+        again: Shard = await soon(replay.take.call_one(1, rank))
+        assert (again.places, again.microbatches, again.total_tokens) == (shard.places, shard.microbatches, shard.total_tokens)
+        for was, now in zip(shard.episodes, again.episodes, strict=True):
+            assert now.logprobs_T.tobytes() == was.logprobs_T.tobytes()
+            assert now.ids_T.tobytes() == was.ids_T.tobytes()
+    replayed: dict[str, float] = await soon(replay.stats.call_one(1))
+    assert replayed == {key: stats[key] for key in replayed}
+    assert await soon(replay.take.call_one(2, 0)) is None

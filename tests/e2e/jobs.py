@@ -59,6 +59,13 @@ class Job:
     def until_steps(self, steps: int) -> None:
         self._until(lambda: sum(line.startswith("step ") for line in self.out.splitlines()) > steps, f"step {steps}")
 
+    def until_row(self, step: int) -> None:
+        def written() -> bool:
+            file = self.output_dir / "metrics.jsonl"
+            return file.exists() and any(f'"step": {step},' in line for line in file.read_text().splitlines())
+
+        self._until(written, f"row {step}")
+
     def until_process(self, role: str) -> None:
         self._until(lambda: role in self.roles(), f"process {role}")
 

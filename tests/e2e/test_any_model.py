@@ -19,11 +19,11 @@ pytestmark = pytest.mark.timeout(300)
 
 DIGITS = f"task={Path(__file__).parent / 'digits_task.py'}:Digits"
 SHORT = f"""{DIGITS} steps=2 buffer.prompts_per_step=4 buffer.max_age=0 generator.group_size=4 generator.max_new_tokens=24
-trainer.lr=1e-3 trainer.warmup_steps=1""".split()
+generator.temperature=0.7 generator.top_p=0.9 generator.top_k=12 trainer.lr=1e-3 trainer.warmup_steps=1""".split()
 
 
 def test_a_random_llama_directory_is_trained_from_the_command_line(tmp_path: Path) -> None:
-    """At zero lag the sampler's log-probabilities are the trainer's; the result is a directory of the same kind."""
+    """At zero lag the sampler's log-probabilities are the trainer's, though ids are left out; the result is of the same kind."""
     path = write_model(tmp_path / "llama", "llama")
     command = [sys.executable, "-m", "monarch_rl.run", "recipe=grpo_qwen", "profile=cpu", f"model.path={path}", "eval.prompts=4", *SHORT]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
@@ -44,7 +44,7 @@ def test_a_random_llama_directory_is_trained_from_the_command_line(tmp_path: Pat
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_experts_reach_two_generators_from_two_ranks(tmp_path: Path) -> None:
-    """Case 35: a mixture of experts, five of them over two ranks."""
+    """Case 35: a mixture of experts, five of them over two ranks; their choice and what was left out travel with each token."""
     path = write_model(tmp_path / "moe", "qwen3_moe")
     made = audit(tmp_path / "run", f"model.path={path}", "trainer.ranks=2", "generator.replicas=2", *SHORT)
     await made.run()

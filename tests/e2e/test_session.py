@@ -147,6 +147,10 @@ async def test_sessions_one_after_another(tmp_path: Path) -> None:
     async with Session(again) as second:
         assert second.version == Version(0, 2)
         await second.train()
+        assert (await second.checkpoint() / ".metadata").is_file(), "written by two ranks"
+        lives = await second.buffer.ledger(last=1000)
+        assert sum(life[1] == "trained" for life in lives.rows) == 4 * 8
+        assert {life[1] for life in lives.rows} <= {"trained", "dropped"}
     assert [row["step"] for row in rows(tmp_path / "run")] == [0, 1, 2, 3, 4]
     check_every_prompt_was_trained_once(tmp_path / "run", steps=4)
     with pytest.raises(UserError, match=r"resume=.*nothing: no checkpoint"):

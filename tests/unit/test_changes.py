@@ -21,16 +21,28 @@ def test_short_and_long_names_change_a_copy() -> None:
     [
         (
             {"group_size": 4},
-            r"^group_size cannot change in a running session; these can: lr, temperature, max_new_tokens, max_age, ",
+            r"^group_size cannot change in a running session; these can: lr, temperature, max_new_tokens, top_k, top_p, min_p, max_age, ",
         ),
         ({"lr": 0.0}, r"^trainer\.lr: must be a finite number above 0"),
         ({"temperature": "hot"}, r"^generator\.temperature: must be a number"),
         ({"max_age": 0}, r"^buffer\.max_age: cannot change to or from 0"),
+        ({"top_p": 0.9}, r"^generator\.top_k, top_p, min_p: cannot be switched on or off altogether"),
     ],
 )
 def test_a_refusal_names_the_key(values: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         settle(Config(), values)
+
+
+def test_what_leaves_ids_out_may_change_as_long_as_something_does() -> None:
+    config = Config()
+    config.generator.top_k = 5
+    made, _ = settle(config, {"top_k": 0, "min_p": 0.1})
+    assert (made.generator.top_k, made.generator.min_p) == (0, 0.1)
+    with pytest.raises(ConfigError, match=r"^generator\.top_k, top_p, min_p"):
+        settle(config, {"top_k": 0})
+    config.generator.keep_mask = False
+    settle(config, {"top_k": 0})
 
 
 def test_rules_between_keys_hold() -> None:

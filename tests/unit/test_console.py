@@ -130,12 +130,20 @@ def test_plain_console_prints_lines(capsys: pytest.CaptureFixture[str]) -> None:
     plain = PlainConsole(50)
     plain.start()
     plain.row(ROW)
+    plain.set_steps(23)
+    plain.row_again(ROW)
     plain.reports(23, [GeneratorReport(0)])
     plain.spans("trainer 0", spans(("train", 0.0, 1.0)))
     plain.rollouts([group("old", 1.0), group("new", 1.0), group("newest", 0.0)])
     plain.say("done: model")
     plain.close()
-    assert capsys.readouterr().out.splitlines() == [step_line(ROW, 50), "    [1] ⟨1+2=⟩new", "    [0] ⟨1+2=⟩newest", "done: model"]
+    assert capsys.readouterr().out.splitlines() == [
+        step_line(ROW, 50),
+        step_line(ROW, 23),
+        "    [1] ⟨1+2=⟩new",
+        "    [0] ⟨1+2=⟩newest",
+        "done: model",
+    ]
 
 
 class Terminal(io.TextIOWrapper):

@@ -6,8 +6,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
-from monarch_rl.engine import engine_environment
-from monarch_rl.engine_setup import _kv_bytes
+from monarch_rl.engine_setup import _kv_bytes, engine_environment
 
 
 def test_importing_the_engine_is_light() -> None:

@@ -50,6 +50,14 @@ def groups() -> list[list[Episode]]:
 STEP = 2
 
 
+def test_temperatures_are_not_rounded_in_bfloat16(mesh: DeviceMesh) -> None:
+    """0.7 would become 0.6992, and every log-probability with it."""
+    model, seen = learner(mesh, bf16=True).model, []
+    model.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[3]))
+    model(torch.ones(1, 3, dtype=torch.long), torch.arange(3), torch.ones(3, dtype=torch.long), torch.full((3,), 0.7))
+    assert seen[0].tolist() == torch.full((3,), 0.7).tolist()
+
+
 def learner(mesh: DeviceMesh, model: PreTrainedModel | None = None, bf16: bool = False, lineage: int = 0, **config: Any) -> Learner:
     settings = TrainerConfig(**{"max_grad_norm": 0.0, "warmup_steps": 0, **config})
     return Learner(model or small_model(), settings, total_steps=10, device_mesh=mesh, bf16=bf16, lineage=lineage)

@@ -13,6 +13,7 @@ from monarch_rl import checkpoint
 from monarch_rl.config import UserError
 from monarch_rl.models import PolicyModel, save_pretrained
 from monarch_rl.tasks.tiny import build_model
+from tests.batches import save
 
 
 def test_a_model_that_cannot_be_saved_names_the_folder(tmp_path: Path) -> None:
@@ -30,12 +31,12 @@ def learner(inputs: int) -> Any:
 def test_a_checkpoint_that_cannot_be_written_names_the_folder(tmp_path: Path) -> None:
     (tmp_path / "afile").write_text("")
     with pytest.raises(OSError, match=f"the checkpoint cannot be written in {tmp_path}/afile/step_1: .*Not a directory"):
-        checkpoint.save(learner(2), tmp_path / "afile" / "step_1")
+        save(learner(2), tmp_path / "afile" / "step_1")
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_checkpoint_of_another_model_is_a_mistake_of_the_users(tmp_path: Path) -> None:
-    checkpoint.save(learner(2), tmp_path / "step_1")
+    save(learner(2), tmp_path / "step_1")
     checkpoint.load(learner(2), tmp_path / "step_1")
     with pytest.raises(UserError, match=f"resume={tmp_path}/step_1: does not fit this model, or is damaged: .*[Ss]ize mismatch"):
         checkpoint.load(learner(3), tmp_path / "step_1")

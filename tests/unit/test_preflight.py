@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import AutoTokenizer, OlmoeConfig
 
 from monarch_rl.config import Config, UserError
-from monarch_rl.preflight import check, look_closely
+from monarch_rl.preflight import check, look_closely, steps_of_data
 from monarch_rl.tasks import Task
+from monarch_rl.tasks.tiny import tiny_path
 from monarch_rl.types import Prompt, Split
+
+
+def test_a_mixture_whose_routing_cannot_be_kept_is_refused(tmp_path: Path) -> None:
+    OlmoeConfig(num_experts=4).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_path()).save_pretrained(tmp_path)
+    config = Config(task=Sums)
+    config.model.path = str(tmp_path)
+    with pytest.raises(UserError, match=r"^generator\.keep_routing: the trainer cannot repeat the routing of olmoe models"):
+        check(config)
+    config.generator.keep_routing = False
+    check(config)
 
 
 class Sums(Task):
@@ -180,3 +194,49 @@ def test_held_out_prompts_are_let_be_where_none_are_asked_for() -> None:
     found = look_closely(made, *check(made))
     assert [line.split(":")[0] for line in found] == ["task", "train prompts", "reward of an empty completion"]
     assert "eval prompt 0 cannot be made: AssertionError" in refused(config("Unseen"))
+
+
+@pytest.mark.parametrize(
+    ("size", "epochs", "tail", "steps"),
+    [(7, 1, "train", 2), (7, 1, "drop", 1), (8, 1, "error", 2), (7, 4, "error", 7), (3, 1, "train", 1), (None, 0, "train", None)],
+)
+def test_the_steps_in_the_data_are_known(size: int | None, epochs: int, tail: str, steps: int | None) -> None:
+    assert steps_of_data(of_data(epochs, tail), Sized(size)) == steps
+
+
+THAT_IS = "with epochs=1 that is"
+
+
+@pytest.mark.parametrize(
+    ("size", "tail", "said"),
+    [
+        (None, "train", "epochs=1: task sized has no end; set steps alone, and epochs=0"),
+        (
+            7,
+            "error",
+            "buffer.tail=error: task sized has 7 prompts, with epochs=1 that is 1 steps of buffer.prompts_per_step=4 and 3 prompts more",
+        ),
+        (
+            3,
+            "drop",
+            "buffer.tail=drop: task sized has 3 prompts, with epochs=1 that is 0 steps of buffer.prompts_per_step=4 and 3 prompts more",
+        ),
+    ],
+)
+def test_data_without_a_step_are_refused(size: int | None, tail: str, said: str) -> None:
+    with pytest.raises(UserError) as raised:
+        steps_of_data(of_data(1, tail), Sized(size))
+    assert str(raised.value) == said
+
+
+def of_data(epochs: int, tail: Any) -> Config:
+    made = Config(epochs=epochs)
+    made.buffer.prompts_per_step, made.buffer.tail = 4, tail
+    return made
+
+
+class Sized(Task):
+    name = "sized"
+
+    def __init__(self, size: int | None) -> None:
+        self.size = size

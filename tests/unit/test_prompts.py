@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import count
 
 import pytest
 
@@ -30,7 +31,7 @@ class Squares(Task):
 
 def test_prompts_come_in_order_and_are_made_ahead_by_a_thread() -> None:
     task = Squares()
-    stream = PromptStream(task, ahead=2)
+    stream = PromptStream(task, ahead=2, ordinals=count())
     first = [next(stream) for _ in range(3)]
     assert [prompt.ordinal for prompt in first] == [0, 1, 2]
     assert first[0].task != threading.current_thread().name
@@ -42,6 +43,6 @@ def test_prompts_come_in_order_and_are_made_ahead_by_a_thread() -> None:
 
 def test_errors_name_task_and_ordinal() -> None:
     with pytest.raises(PromptError, match="task squares: prompt 5 says that it is prompt 55"):
-        next(PromptStream(Squares(), ahead=1, start=5))
+        next(PromptStream(Squares(), ahead=1, ordinals=count(5)))
     with pytest.raises(PromptError, match="task squares: prompt 7 cannot be made: KeyError: 'row 7'"):
-        next(PromptStream(Squares(), ahead=1, start=7))
+        next(PromptStream(Squares(), ahead=1, ordinals=count(7)))

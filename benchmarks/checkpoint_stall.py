@@ -1,0 +1,118 @@
+"""What a checkpoint costs the training: time lost against one copy of the state in memory, taken in turns on the same machine.
+
+One trainer rank with a random Qwen3. `call` is how long the trainer stands still (the copy); `lost` is how much longer the steps from the
+call to the end of the writing took than as many steps without it, so it also holds what the writing thread takes from the others.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.common import arguments, report, spread, table
+from monarch_rl.checkpoint import Saver
+from monarch_rl.config import TrainerConfig
+from monarch_rl.learner import Learner
+from monarch_rl.types import NOT_SAMPLED, Episode, Shard, Version
+
+
+def model(width: int, layers: int) -> Qwen3ForCausalLM:
+    shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers, "head_dim": 64}
+    heads = {"num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 128)}
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=4096, max_position_embeddings=512, tie_word_embeddings=True, **shape, **heads))
+
+
+def batch(step: int, episodes: int, tokens: int) -> Shard:
+    draw = np.random.default_rng(step)
+    sampled_T = np.arange(tokens) >= 4
+    versions_T = np.where(sampled_T, Version(0, step - 1).pack(), NOT_SAMPLED)
+    ids_BT, logprobs_T = draw.integers(0, 4096, (episodes, tokens), np.int32), np.full(tokens, -8, np.float32) * sampled_T
+    rows = [Episode(ids_T, sampled_T, logprobs_T, versions_T, reward=float(i % 2)) for i, ids_T in enumerate(ids_BT)]
+    rewards_PG = np.array([[row.reward for row in rows]], np.float64)
+    places, total = [(0, i) for i in range(episodes)], episodes * (tokens - 4)
+    return Shard(step, rows, places, [list(range(episodes))], rewards_PG, total, episodes)
+
+
+class Trainer:
+    """Steps on the same small batch."""
+
+    def __init__(self, learner: Learner, episodes: int, tokens: int) -> None:
+        self.learner, self._size, self._step = learner, (episodes, tokens), 0
+
+    def step(self) -> None:
+        self._step += 1
+        self.learner.step(batch(self._step, *self._size))
+
+    def steps_s(self, count: int) -> float:
+        """Seconds of one step, the mean of `count`."""
+        began = time.perf_counter()
+        for _ in range(count):
+            self.step()
+        return (time.perf_counter() - began) / count
+
+    def copy_s(self) -> float:
+        """Seconds of a copy of weights and moments."""
+        moments = [value for state in self.learner.optimizer.state.values() for value in state.values()]
+        held = [value for value in [*self.learner.parameters, *moments] if isinstance(value, torch.Tensor)]
+        tensors = [value.to_local() if isinstance(value, DTensor) else value for value in held]
+        began = time.perf_counter()
+        copies = [tensor.detach().clone() for tensor in tensors]
+        took = time.perf_counter() - began
+        del copies
+        return took
+
+
+def measure(trainer: Trainer, saver: Saver, folder: Path, steps: int) -> dict[str, float]:
+    """One turn: steps without a checkpoint, a copy, steps until one is written."""
+    step_s, copy_s = trainer.steps_s(steps), trainer.copy_s()
+    done: SimpleQueue[Any] = SimpleQueue()
+    began = time.perf_counter()
+    saver.save(trainer.learner, folder, done.put)
+    call_s = time.perf_counter() - began
+    taken = 0
+    while done.empty() or taken < steps:
+        trainer.step()
+        taken += 1
+    if (error := done.get()) is not None:
+        raise error
+    lost_s = time.perf_counter() - began - taken * step_s
+    shutil.rmtree(folder)
+    return {"step_s": step_s, "copy_s": copy_s, "call": call_s / copy_s, "lost": lost_s / copy_s}
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--width", type=int, default=512, help="of the model (512)")
+    parser.add_argument("--layers", type=int, default=8, help="of the model (8)")
+    parser.add_argument("--turns", type=int, default=6, help="checkpoints (6)")
+    parser.add_argument("--steps", type=int, default=4, help="steps between them, at least (4)")
+    options = parser.parse_args()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    learner = Learner(model(options.width, options.layers), TrainerConfig(), total_steps=10**6, device_mesh=init_device_mesh("cpu", (1,)))
+    trainer = Trainer(learner, episodes=8, tokens=64)
+    trainer.steps_s(2)
+    folder = Path(tempfile.mkdtemp(prefix="checkpoint_"))
+    saver = Saver(None)
+    turns = [measure(trainer, saver, folder / "c", options.steps) for _ in range(1 + options.turns)][1:]  # the first gets the memory
+    shutil.rmtree(folder)
+    dist.destroy_process_group()
+    megabytes = 3 * sum(p.numel() for p in learner.parameters) * 4 / 1e6
+    columns = {key: [turn[key] for turn in turns] for key in turns[0]}
+    rows = [(f"{megabytes:.0f} MB", *(spread(columns[key]) for key in ("step_s", "copy_s", "call", "lost")))]
+    text = table(("state", "step, s", "copy of the state, s", "call / copy", "lost / copy"), rows)
+    report(options.out, text, {"state_mb": megabytes, **columns})
+
+
+if __name__ == "__main__":
+    main()

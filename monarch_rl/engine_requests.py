@@ -1,0 +1,51 @@
+"""What vLLM is asked for with a request, and what is made of its answer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from monarch_rl.types import Generation, Sampling
+
+if TYPE_CHECKING:
+    from monarch_rl.engine_channels import Recorded
+
+
+def request_parameters(sampling: Sampling, seed: int, room: int, recorded: Recorded) -> Any:
+    """vLLM's SamplingParams of one episode; `room` is how many tokens may be sampled."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=sampling.temperature,
+        # Where vLLM records masks on CUDA it wants a bound on their size; all ids are as good as off.
+        top_k=sampling.top_k or (recorded.vocabulary if recorded.masks else 0),
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        max_tokens=room,
+        seed=seed,
+        stop_token_ids=list(sampling.stop_ids),
+        ignore_eos=True,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,
+        skip_reading_prefix_cache=recorded.experts is not None,  # what is not read has no experts to tell of
+    )
+
+
+def generation_of(output: Any, recorded: Recorded) -> Generation:
+    """What became of a request, finished or aborted."""
+    completion = output.outputs[0]
+    versions_T = np.empty(len(completion.token_ids), np.int64)
+    for span in completion.weight_versions:
+        versions_T[span.start : span.end] = int(span.version)
+    return Generation(
+        ids_T=np.array(completion.token_ids, np.int32),
+        logprobs_T=np.array(completion.logprobs.logprobs, np.float32),
+        versions_T=versions_T,
+        finish_reason=completion.finish_reason,
+        channels=recorded.channels(len(output.prompt_token_ids), completion),
+    )

@@ -1,0 +1,55 @@
+"""`record/`: the groups of each optimizer step as they were trained, one file a step, for a replay without engines.
+
+Which rank trains which episode in which micro-batch is a pure function of these groups, of `trainer.ranks` and of
+`trainer.tokens_per_microbatch`; `settings.json` beside them says what these were.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from monarch_rl import arrays
+from monarch_rl.config import UserError
+from monarch_rl.types import Group
+
+RECORD = "record"
+
+
+def write(output_dir: Path, step: int, groups: Sequence[Group]) -> None:
+    """Complete or absent."""
+    folder = output_dir / RECORD
+    folder.mkdir(parents=True, exist_ok=True)
+    about, columns = arrays.pack(groups)
+    arrays.write(folder / f".step_{step}.npz", about, columns)
+    os.replace(folder / f".step_{step}.npz", folder / f"step_{step}.npz")
+
+
+def read(output_dir: Path, step: int) -> list[Group] | None:
+    """None: there is no such step. Raises UserError: its file is damaged."""
+    path = output_dir / RECORD / f"step_{step}.npz"
+    return arrays.unpack(*arrays.read(path)) if path.exists() else None
+
+
+def cut(output_dir: Path, after: int) -> None:
+    """A run that goes on from step `after` does the later ones again."""
+    for path in (output_dir / RECORD).glob("step_*.npz"):
+        if int(path.stem.removeprefix("step_")) > after:
+            path.unlink()
+
+
+def check(output_dir: Path) -> int:
+    """How many steps there are to replay.
+
+    Raises:
+        UserError: none, or one is missing.
+    """
+    steps = sorted(int(found[1]) for path in (output_dir / RECORD).glob("step_*.npz") if (found := re.fullmatch(r"step_(\d+)", path.stem)))
+    if not steps:
+        raise UserError(f"replay={output_dir}: there is no {RECORD}/step_1.npz; a run records its groups with record=true")
+    if steps != list(range(1, len(steps) + 1)):
+        missing = next(step for step in range(1, steps[-1]) if step not in steps)
+        raise UserError(f"replay={output_dir}: {RECORD}/step_{missing}.npz is missing")
+    return len(steps)

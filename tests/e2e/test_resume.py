@@ -1,0 +1,106 @@
+"""Runs that are killed, go on, end with their data, and are replayed; counted from what was trained, and not from the ledger."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.jobs import Job, finished, started
+
+pytestmark = pytest.mark.timeout(900)
+
+FEW = f"task={Path(__file__).parent / 'dataset_task.py'}:Few"
+SMALL = [
+    *("recipe=grpo_qwen", "profile=cpu", FEW, "buffer.prompts_per_step=4", "eval.prompts=0", "trainer.warmup_steps=1"),
+    *("console.rollouts_every=0", "buffer.dead_groups=keep", "generator.max_new_tokens=16", "generator.group_size=4", "trainer.lr=1e-3"),
+]
+DATA = [*SMALL, "epochs=1", "task_args.size=40", "task_args.slow=9", "task_args.pause_s=0.03", "checkpoint.every=1", "record=true"]
+
+
+def weights(job: Job) -> bytes:
+    return (job.output_dir / "model" / "model.safetensors").read_bytes()
+
+
+def trained(job: Job) -> Counter[int]:
+    """How often each prompt was trained, by the recorded batches."""
+    lines = (job.output_dir / "rollouts.jsonl").read_text().splitlines()
+    return Counter(json.loads(line)["ordinal"] for line in lines)
+
+
+def kill_and_go_on(folder: Path, kills: int) -> Job:
+    """Kill -9 at random points after a first checkpoint, each time going on from the latest; then let it end."""
+    draw = random.Random(kills)
+    seen = 0
+    for kill in range(kills):
+        with started(folder, *DATA, "resume=latest" if kill else "resume=none") as job:
+            job.until_row(seen + draw.randint(1, 3))
+            time.sleep(draw.random())
+            job.signal(signal.SIGKILL)
+            job.wait()
+            assert job.gone_within(60) == []
+        seen = job.rows[-1]["step"]
+    return finished(folder, *DATA, "resume=latest")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    return kill_and_go_on(tmp_path_factory.mktemp("killed"), kills=1)
+
+
+def check_each_was_trained_once(job: Job) -> None:
+    assert job.process.returncode == 0, job.err
+    assert trained(job) == Counter(range(40))
+    rows: list[dict[str, Any]] = job.rows
+    assert [row["step"] for row in rows] == list(range(11))
+    assert max(row["age/max"] for row in rows[1:]) <= 2
+    assert rows[-1]["buffer/dropped"] == 0
+
+
+def test_a_run_that_was_killed_trains_each_prompt_once(killed: Job) -> None:
+    """Case 2: 40 prompts, one of them slow; kill -9 of the whole run, resume, until the data end by themselves."""
+    check_each_was_trained_once(killed)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_three_times_trains_each_prompt_once(tmp_path: Path) -> None:
+    check_each_was_trained_once(kill_and_go_on(tmp_path, kills=3))
+
+
+def test_a_replay_reaches_the_same_weights(killed: Job, tmp_path: Path) -> None:
+    """Of an asynchronous run that was killed in between: without engines, bit for bit at every step."""
+    assert killed.process.returncode == 0, killed.err
+    replay = finished(tmp_path, *DATA[:-2], f"replay={killed.output_dir}")
+    assert replay.process.returncode == 0, replay.err
+    assert "replay: 10 recorded steps" in replay.out
+    assert "weights will differ" not in replay.out
+    exact = ("loss/policy", "grad_norm", "lr", "entropy", "ratio/mean", "ratio/max", "tokens/trained", "reward/mean", "age/max")
+    for was, now in zip(killed.rows[1:], replay.rows[1:], strict=True):
+        assert [now[key] for key in exact] == [was[key] for key in exact], f"step {was['step']}"
+    assert weights(replay) == weights(killed)
+
+
+def test_going_on_from_the_middle_gives_the_weights_of_the_whole(tmp_path: Path) -> None:
+    """`buffer.max_age=0`: four steps at once, and the last two of them by another run from its checkpoint of step 2."""
+    synchronous = [*SMALL, "task_args.size=40", "buffer.max_age=0", "steps=4", "checkpoint.every=2"]
+    whole = finished(tmp_path, *synchronous, name="whole")
+    assert whole.process.returncode == 0, whole.err
+    half = finished(tmp_path, *synchronous, f"resume={whole.output_dir}/checkpoints/step_2", name="half")
+    assert half.process.returncode == 0, half.err
+    assert [row["step"] for row in half.rows] == [3, 4]
+    assert [row["grad_norm"] for row in half.rows] == [row["grad_norm"] for row in whole.rows[3:]]
+    assert weights(half) == weights(whole)
+
+
+def test_data_smaller_than_a_batch(tmp_path: Path) -> None:
+    """Cases 4, 23: three prompts are one step of three, and the run ends by itself."""
+    less = finished(tmp_path, *SMALL, "epochs=1", "task_args.size=3", name="less")
+    assert less.process.returncode == 0, less.err
+    assert trained(less) == Counter(range(3))
+    assert [row["step"] for row in less.rows] == [0, 1]

@@ -1,0 +1,210 @@
+"""Rollouts, generators and a trainer around a real ledger, in virtual time."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from monarch_rl.ledger import Ledger
+from monarch_rl.lives import Lost
+from monarch_rl.types import Lease, Version
+
+FAULTS: list[dict[str, float]] = [
+    {},
+    {"dead": 0.3},
+    {"fail": 0.1, "silent": 0.05, "drop": 0.05, "dead": 0.1, "die": 0.05},
+]
+
+
+def check_account(ledger: Ledger) -> None:
+    """Every started ordinal is in exactly one place."""
+    c = ledger.counts
+    assert min(c) >= 0
+    assert c.started == c.pending + c.leased + c.scored + c.taken + c.trained + c.dropped
+
+
+@dataclass
+class Saved:
+    """What a checkpoint holds of a world."""
+
+    state: dict[str, Any]
+    step: int
+    fate: dict[int, str]
+    start_step: dict[int, int]
+    overtaken: Counter[int]
+
+
+@dataclass
+class World:
+    """`make` makes its ledgers: one, and one more for each restart. `chance` of what can go wrong with an attempt."""
+
+    make: Callable[[], Ledger]
+    steps: int
+    seed: int
+    replicas: int = 3
+    deadline_s: float = 60.0
+    """Of a claim; looked at where `chance` has attempts that end in silence."""
+    chance: dict[str, float] = field(default_factory=dict)
+    slow: frozenset[int] = frozenset()
+    """Ordinals that take 40 times as long."""
+    restarts: int = 0
+    """Times that everything is killed, to go on from the last checkpoint."""
+    save_every: int = 1
+    """Steps between checkpoints."""
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.ledger = self.make()
+        self.now = 0.0
+        self.step = 0
+        self.training = self.over = False
+        self.events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self.count = 0
+        self.held = [0] * self.replicas
+        self.gate: list[Lease] = []  # leases that no replica may start yet
+        self.start_step: dict[int, int] = {}  # ordinal → step of the weights of the attempt that scored
+        self.durations: dict[int, float] = {}  # of that attempt
+        self.fate: dict[int, str] = {}
+        self.ages: list[int] = []
+        self.overtaken: Counter[int] = Counter()
+        self.batches: list[list[int]] = []
+        self.armed = -1.0  # the deadline that `expire` waits for
+        self.saving = self.restarts > 0
+        self.save()
+
+    def after(self, delay: float, what: Callable[..., None], *args: Any) -> None:
+        self.count += 1
+        heapq.heappush(self.events, (self.now + delay, self.count, what, args))
+
+    def run(self) -> World:
+        self.settle()
+        while self.step < self.steps and not self.over:
+            assert self.events, f"deadlock at step {self.step}: {self.ledger.counts}"
+            self.now, _, what, args = heapq.heappop(self.events)
+            what(*args)
+            if self.restarts and self.random.random() < 0.02:
+                self.restart()
+            self.settle()
+        return self
+
+    def settle(self) -> None:
+        self.take()
+        while (lease := self.ledger.lease(f"worker {self.random.randrange(4)}", self.now, self.deadline_s, self.step)) is not None:
+            self.gate.append(lease)
+        self.start()
+        deadline = self.ledger.next_deadline()
+        if deadline is not None and deadline != self.armed and "silent" in self.chance:
+            self.armed = deadline
+            self.after(max(0.0, deadline - self.now), self.expire)
+
+    def start(self) -> None:
+        """Each replica starts only what its weights allow."""
+        waiting = []
+        for lease in self.gate:
+            able = [held for held in self.held if held >= lease.min_step]
+            if able:
+                self.attempt(lease, self.random.choice(able))
+            else:
+                waiting.append(lease)
+        self.gate = waiting
+
+    def attempt(self, lease: Lease, held: int) -> None:
+        duration = self.random.lognormvariate(0, 1) * (20 if self.random.random() < 0.05 else 1)
+        duration *= 40 if lease.ordinal in self.slow else 1
+        self.durations[lease.ordinal] = duration
+        fault = self.random.random()
+        for kind, share in self.chance.items():
+            fault -= share
+            if fault < 0:
+                return self.after(duration, self.end, kind, lease, held)
+        self.after(duration, self.end, "scored", lease, held)
+
+    def end(self, kind: str, lease: Lease, held: int) -> None:
+        o, attempt = lease.ordinal, lease.attempt
+        if kind == "scored":
+            if self.ledger.scored(o, attempt, True, Version(0, held).pack(), Version(0, held).pack()):
+                self.start_step[o] = held
+        elif kind == "dead":
+            if self.ledger.scored(o, attempt, trainable=False):
+                self.finish(o, "dead")
+        elif kind == "fail":
+            lost = self.ledger.failed(o, attempt, "failed")
+            self.lose([lost] if lost else [])
+        elif kind == "drop":
+            if self.ledger.drop(o, "refused", attempt):
+                self.finish(o, "refused")
+        elif kind == "die":
+            self.lose(self.ledger.release(f"worker {self.random.randrange(4)}"))
+        # "silent": no answer ever comes; the deadline finds it
+
+    def expire(self) -> None:
+        self.armed = -1.0
+        self.lose(self.ledger.expire(self.now))
+
+    def lose(self, losses: list[Lost]) -> None:
+        for lost in losses:
+            if lost.dropped:
+                self.finish(lost.ordinal, "attempts")
+
+    def finish(self, ordinal: int, how: str) -> None:
+        assert ordinal not in self.fate, f"{ordinal} was {self.fate[ordinal]} and is now {how}"
+        self.fate[ordinal] = how
+
+    def take(self) -> None:
+        if self.training or self.over or self.step == self.steps:
+            return
+        batch = self.ledger.take(self.step + 1)
+        if batch is None:
+            return
+        if not batch:
+            self.over = True
+            return
+        assert len(batch) == self.ledger.prompts_per_step or self.ledger.over
+        assert batch == sorted(batch)
+        for ordinal in batch:
+            self.finish(ordinal, "trained")
+            self.ages.append(self.step - self.start_step[ordinal])
+        for ordinal in set(range(max(batch))) - self.fate.keys():  # older and still here
+            self.overtaken[ordinal] += sum(o > ordinal for o in batch)
+        self.batches.append(batch)
+        self.training = True
+        self.after(self.random.uniform(0.2, 2), self.train)
+
+    def train(self) -> None:
+        self.step += 1
+        self.training = False
+        self.ledger.trained(self.step)
+        check_account(self.ledger)
+        if self.saving and self.step % self.save_every == 0:
+            self.save()
+        for replica in range(self.replicas):  # one of them is slow to pull
+            self.after(self.random.expovariate(0.05 if replica == 0 else 1.0), self.pull, replica, self.step)
+
+    def pull(self, replica: int, step: int) -> None:
+        self.held[replica] = max(self.held[replica], step)
+
+    def save(self) -> None:
+        state = self.ledger.state_dict()
+        columns = state.pop("columns")
+        copies = dict(self.fate), dict(self.start_step), Counter(self.overtaken)
+        self.saved = Saved(json.loads(json.dumps(state)) | {"columns": columns}, self.step, *copies)
+
+    def restart(self) -> None:
+        """Everything is killed, in the middle of whatever it does; new processes go on from the last checkpoint."""
+        self.restarts -= 1
+        self.ledger = self.make()
+        self.ledger.load_state_dict(self.saved.state)
+        check_account(self.ledger)
+        self.step, self.training = self.saved.step, False
+        self.fate, self.start_step = dict(self.saved.fate), dict(self.saved.start_step)
+        self.overtaken = Counter(self.saved.overtaken)
+        del self.batches[self.step :]
+        self.events, self.gate, self.armed = [], [], -1.0
+        self.held = [-1] * self.replicas
+        for replica in range(self.replicas):
+            self.after(self.random.expovariate(1.0), self.pull, replica, self.step)
