@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from monarch_rl.weights.board import Sealed
 from monarch_rl.weights.plan import LoadPlan, Piece
 from monarch_rl.weights.pull import TOO_OFTEN, Target
 from tests.actors.weight_actors import Follower, Writer
+
+pytestmark = pytest.mark.timeout(300)
 
 ROWS, COLUMNS = 131, 1024  # 0.5 MB, in nine registered pieces of which the last is short
 SLOTS = 3
@@ -60,10 +62,9 @@ async def started(folder: Path, ranks: int = 2, slots: int = SLOTS) -> AsyncIter
 
 
 @pytest.fixture
-def deaths_are_meant() -> Iterator[None]:
-    hook, monarch.actor.unhandled_fault_hook = monarch.actor.unhandled_fault_hook, lambda failure: None
-    yield
-    monarch.actor.unhandled_fault_hook = hook
+def deaths_are_meant() -> None:
+    """For the rest of this process: Monarch may tell of a death when the test that meant it is long over, and would interrupt another."""
+    monarch.actor.unhandled_fault_hook = lambda failure: None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -111,7 +112,6 @@ def check_hostile(seen: list[tuple[int, int, int, list[float]]], pulls: int) -> 
         assert memory[-1] - memory[1] < 64
 
 
-@pytest.mark.timeout(300)
 async def test_no_mixture_passes_under_a_hostile_writer(tmp_path: Path) -> None:
     """Case 38: every accepted version is one version at every element, while most of what is read is written over meanwhile."""
     check_hostile(await hostile(tmp_path, 200), 200)
@@ -124,7 +124,6 @@ async def test_ten_thousand_pulls_under_a_hostile_writer(tmp_path: Path) -> None
     check_hostile(await hostile(tmp_path, 10_000), 10_000)
 
 
-@pytest.mark.timeout(300)
 async def test_the_hostile_writer_tears_what_a_reader_without_checks_takes(tmp_path: Path) -> None:
     """Case 38: with neither header nor checksum the same readers accept mixtures."""
     assert sum(torn for _, torn, *_ in await hostile(tmp_path, 200, trusting=True)) > 0
