@@ -16,6 +16,7 @@ from monarch_rl.groups import figures, make_shards
 from monarch_rl.ledger import Ledger
 from monarch_rl.lives import Holdings
 from monarch_rl.recorded import read
+from monarch_rl.trainer_config import trains_dead_groups
 from monarch_rl.types import Group, Shard
 
 FIGURES_KEPT = 256
@@ -40,7 +41,9 @@ class Recording(Actor):
             trainer = self._config.trainer
             self._groups, self._figures[step] = groups, figures(step, groups, [])
             self._figures.pop(step - FIGURES_KEPT, None)
-            self._shards = dict(enumerate(make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch)))
+            dead_too = trains_dead_groups(trainer)
+            shards = make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch, dead_too=dead_too)
+            self._shards = dict(enumerate(shards))
         return self._shards.pop(rank)
 
     @endpoint

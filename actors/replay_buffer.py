@@ -29,7 +29,7 @@ from monarch_rl.observe.rollouts import RolloutsFile
 from monarch_rl.observe.seldom import Seldom
 from monarch_rl.recorded import cut
 from monarch_rl.recorded import write as record
-from monarch_rl.trainer_config import is_centred
+from monarch_rl.trainer_config import trains_dead_groups
 from monarch_rl.types import Group, Lease, Prompt, Shard
 
 if TYPE_CHECKING:
@@ -291,8 +291,7 @@ class ReplayBuffer(Actor):
             return self._exhaust()
         self._batches[step] = ordinals
         trainer = self._config.trainer
-        # Dead groups have a gradient where advantages are no differences within a group, and of the terms beside the policy's.
-        dead_too = bool(trainer.kl or trainer.entropy) or not is_centred(trainer.advantage)
+        dead_too = trains_dead_groups(trainer)
         shards = make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch, dead_too=dead_too)
         self._shards |= {(step, rank): shard for rank, shard in enumerate(shards)}
         self._note(step, groups)

@@ -41,7 +41,7 @@ def batch(step: int, episodes: int, tokens: int) -> Shard:
     rows = [Episode(ids_T, sampled_T, logprobs_T, versions_T, reward=float(i % 2)) for i, ids_T in enumerate(ids_BT)]
     rewards_PG = np.array([[row.reward for row in rows]], np.float64)
     places, total = [(0, i) for i in range(episodes)], episodes * (tokens - 4)
-    return Shard(step, rows, places, [list(range(episodes))], rewards_PG, total, episodes)
+    return Shard(step, rows, places, [list(range(episodes))], rewards_PG, rewards_PG[..., None], total, episodes)
 
 
 class Trainer:

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from monarch_rl.engine_channels import Recorded
-from monarch_rl.engine_requests import generation_of, request_parameters
+from monarch_rl.engine_requests import count_tokens, generation_of, request_parameters
 from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, salt_anew, tensor_shapes, unpack
 from monarch_rl.generator_config import COLDEST
 from monarch_rl.observe import timeline
@@ -388,7 +388,7 @@ class Engine:
         self._llm, self._recorded = self._build_llm()
         self._context = int(self._llm.model_config.max_model_len)
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
-        self._count_tokens()
+        count_tokens(self._llm, self._count)
         (model,) = self._llm.apply_model(lambda model: model)
         self._experts = experts_to_pack(model)
         # Some of vLLM's models are built on transformers' classes and look for the configuration wherever one is made.
@@ -396,14 +396,5 @@ class Engine:
             self._plan, self._views = record(model, tensor_shapes(self._model_path))
         return self._plan
 
-    def _count_tokens(self) -> None:
-        """Finished requests alone come out of vLLM's step; so count at the source, where every token passes."""
-        core = self._llm.engine_core
-        get_output = core.get_output
-
-        def counted() -> Any:
-            outputs = get_output()
-            self._tokens += sum(len(output.new_token_ids) for output in outputs.outputs)
-            return outputs
-
-        core.get_output = counted
+    def _count(self, tokens: int) -> None:
+        self._tokens += tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,3 +54,16 @@ def generation_of(output: Any, recorded: Recorded) -> Generation:
         finish_reason=completion.finish_reason,
         channels=recorded.channels(len(output.prompt_token_ids), completion),
     )
+
+
+def count_tokens(llm: Any, add: Callable[[int], None]) -> None:
+    """Have `add` told how many tokens each step samples. Finished requests alone come out of vLLM's step; every token passes here."""
+    core = llm.engine_core
+    get_output = core.get_output
+
+    def counted() -> Any:
+        outputs = get_output()
+        add(sum(len(output.new_token_ids) for output in outputs.outputs))
+        return outputs
+
+    core.get_output = counted

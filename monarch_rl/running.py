@@ -130,8 +130,10 @@ class Running:
             self._evaluations.add(self._background.create_task(self._evaluate(step), name=f"evaluation of step {step}"))
 
     async def evaluations(self) -> None:
-        await asyncio.gather(*self._evaluations)
+        ended = await asyncio.gather(*self._evaluations, return_exceptions=True)
         self._evaluations.clear()
+        if any(isinstance(end, BaseException) for end in ended):
+            await self._kept()  # it ends with whatever has ended them
 
     async def checkpoint(self) -> Path:
         """Write model, optimizer, ledger and waiting groups to `checkpoints/step_N`, for `resume`."""

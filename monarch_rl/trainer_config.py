@@ -101,6 +101,11 @@ def is_centred(advantage: Any) -> bool:
     return isinstance(advantage, str) and advantage in CENTRED
 
 
+def trains_dead_groups(trainer: TrainerConfig) -> bool:
+    """Whether groups of equal rewards have a gradient: where advantages are no differences within a group, and by KL and entropy."""
+    return bool(trainer.kl or trainer.entropy) or not is_centred(trainer.advantage)
+
+
 def listed(correction: Any) -> list[Any]:
     """`trainer.correction` as a list."""
     return list(correction) if isinstance(correction, (list, tuple)) else [correction]
