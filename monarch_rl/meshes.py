@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ class Meshes:
         self._placed: dict[str, Processes] = {}
         self.hosts = Hosts(config)
         self._ended: set[str] = set()
+        self._obituaries: dict[str, str] = {}
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.fault.add_done_callback(lambda fault: fault.cancelled() or fault.exception())  # may come when nobody waits for it
 
@@ -96,6 +98,13 @@ class Meshes:
         """The death of this mesh is another's to deal with: `fault` is not told."""
         self._ended.add(name)
 
+    async def obituary(self, name: str) -> str:
+        """How a mesh died that `leave` was called for; waits for the news of what has just happened. Empty: nothing is known."""
+        deadline = time.monotonic() + DEATH_NOTICE_S
+        while name not in self._obituaries and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return self._obituaries.get(name, "")
+
     async def death(self) -> BaseException | None:
         """Why a process died, if one has; waits for the news of what has just happened."""
         await asyncio.wait({self.fault}, timeout=DEATH_NOTICE_S)
@@ -133,6 +142,7 @@ class Meshes:
             self.fault.set_exception(ActorDied(what))
 
     def _died(self, report: str, died: str) -> None:
-        meant = any(f"{name}_process{{" in report or f"{name}{{" in report for name in self._ended)
+        meant = [name for name in self._ended if f"{name}_process{{" in report or f"{name}{{" in report]
+        self._obituaries |= dict.fromkeys(meant, died)
         if not meant:
             self._lost(died)

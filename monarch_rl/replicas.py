@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch_rl.config import Config, UserError
-from monarch_rl.engine_setup import is_lost
+from monarch_rl.engine_setup import EngineError, is_lost
 from monarch_rl.meshes import START_DEADLINE_S, ActorDied, Meshes
-from monarch_rl.supervise import answer, cause, ended
+from monarch_rl.supervise import answer, cause, ended, obituary, root
 
 if TYPE_CHECKING:
     from actors.generator import Generator
@@ -178,7 +178,10 @@ class Replicas:
         try:
             await self.live[number].shut_or_failed.call_one().as_asyncio()
         except Exception as error:
-            return cause(error)
+            if isinstance(root(error), EngineError):
+                return f"generator {number}: {cause(error)}"
+            # What the call fails with may be a consequence of the death: of a message that could not be delivered, for one.
+            return obituary(str(root(error))) or await self._meshes.obituary(_name(number)) or cause(error)
         return None
 
     async def _until_stuck(self, number: int) -> str:
