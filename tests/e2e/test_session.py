@@ -138,7 +138,7 @@ async def test_cells_out_of_order_are_told_so(tmp_path: Path) -> None:
 
 
 async def test_sessions_one_after_another(tmp_path: Path) -> None:
-    """In one process, as in a notebook; the second goes on from a checkpoint of the first, on more ranks. Case 7: each step is counted once."""
+    """In one process, as in a notebook; the second goes on from a checkpoint of the first, on more ranks. Case 7."""
     async with Session(config(tmp_path / "run", "steps=4")) as first:
         await first.step(2)
         folder = await first.checkpoint()
