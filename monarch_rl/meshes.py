@@ -120,7 +120,11 @@ class Meshes:
 
     async def stop(self, *names: str) -> None:
         """Have Monarch take note that processes are gone. It waits longer for those that were still starting."""
-        stopped = [self._meshes.pop(name)[0].stop() for name in names if name in self._meshes]
+        meshes = [self._meshes.pop(name)[0] for name in names if name in self._meshes]
+        for mesh in meshes:
+            # In a notebook Monarch would first have the processes flush their logs, and wait for the dead ones for ever.
+            mesh._logging_manager._logging_mesh_client = None
+        stopped = [mesh.stop() for mesh in meshes]
         for name in names:
             self._placed.pop(name, None)
         await asyncio.gather(*stopped, return_exceptions=True)

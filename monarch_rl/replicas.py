@@ -154,7 +154,9 @@ class Replicas:
         """End a replica, in whatever state it is."""
         del self.live[number]
         self._starts.pop(number).cancel()
-        await self._meshes.stop(_name(number))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_DEADLINE_S):
+                await self._meshes.stop(_name(number))
         self._metrics.ended.broadcast(number)
 
     # --- replacing --------------------------------------------------------------------------------------------------
