@@ -52,6 +52,7 @@ class Dashboard:
         self.url = ""
         self._log = log
         self._process: Process | None = None
+        self._folder: Path | None = None  # of its socket, which Monarch leaves behind
 
     async def start(self, *transport: str) -> None:
         """Raises UserError when it cannot be had."""
@@ -67,6 +68,7 @@ class Dashboard:
             )
         said = await self._heard()
         self.url = said["url"]
+        self._folder = Path(said["socket"]).parent
         _use_socket(said["socket"])
 
     async def show(self, hosts: Sequence[HostMesh]) -> None:
@@ -99,7 +101,8 @@ class Dashboard:
             self._process.kill()
         await self._process.wait()
         self._process, self.url = None, ""
-        shutil.rmtree(f"/tmp/monarch_{KEY}", ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 def _use_socket(path: str) -> None:

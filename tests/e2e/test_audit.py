@@ -85,9 +85,7 @@ def test_mixed_episodes_go_on_with_the_keys_and_values_of_older_weights(audited:
 
 def test_the_audit_notices_weights_one_step_off(audited: Audit, reference: Reference) -> None:
     last = audited.config.steps
-    often = {step: own for step, own in by_version(episodes(audited, lambda versions: versions == 1)).items() if len(own) >= 16}
-    assert often
-    for step, own in often.items():
+    for step, own in by_version(episodes(audited, lambda versions: versions == 1)).items():
         for other in {max(step - 1, 0), min(step + 1, last)} - {step}:
             gaps = reference.gaps(own[:24], lambda stretches, other=other: [run._replace(step=other) for run in stretches])
             assert gaps.max() > 100 * MOST, f"version {step} taken for {other}"
@@ -101,7 +99,7 @@ def test_the_audit_notices_a_swap_one_token_off(audited: Audit, reference: Refer
         return [first._replace(past=first.past + by), second._replace(first=second.first + by), *rest]
 
     long = [e for e in episodes(audited, lambda versions: versions > 1) if all(run.past - run.first > 1 for run in runs(e))]
-    assert reference.gaps(long, moved).max() > MOST
+    assert reference.gaps(long, moved).max() > 10 * MOST
 
 
 def test_no_trained_token_is_older_than_allowed(audited: Audit) -> None:
@@ -228,9 +226,12 @@ async def test_three_uneven_ranks_in_step_with_their_generator(tmp_path: Path) -
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_bfloat16_generators_are_served_by_deltas_and_hold_the_trainers_weights_rounded(tmp_path: Path) -> None:
-    """Every version is held against the checksums of the trainer's image, the last one against the trainer itself."""
+    """Every version is held against the checksums of the trainer's image, the last one against the trainer itself. With `max_age=0` the
+    generator passes none over, so that each is a delta on what it holds."""
     encoded = ["model.dtype=bfloat16", "trainer.lr=1e-6", "weights.encoding=delta", "weights.verify=every"]
-    made = audit(tmp_path / "run", *encoded, "trainer.ranks=2", "steps=6", "buffer.prompts_per_step=4", "buffer.dead_groups=keep")
+    made = audit(
+        tmp_path / "run", *encoded, "trainer.ranks=2", "steps=6", "buffer.prompts_per_step=4", "buffer.max_age=0", "buffer.dead_groups=keep"
+    )
     await made.run()
     assert made.held == [made.trained]
     assert made.deltas() >= 0.9 * (len(made.pulled()) - 1) > 0
