@@ -1,9 +1,10 @@
-"""Generator: one vLLM replica that keeps decoding while new weights arrive.
+"""Generator: one vLLM replica that keeps decoding while new weights arrive; with tensor parallelism, one rank of it.
 
-Owns: the engine, the staging memory of its pulls. One process mesh per replica.
+Owns: the engine, the staging memory of its pulls. One process mesh per replica, whose rank 0 is asked and answers for all.
 Promises: serves nothing before it holds a complete version; a request waits until the replica holds the step that it asks for;
-weights arrive in the background and become live between two decode steps.
-Called by: RolloutWorker (`generate`), the controller (`start`, `follow`). May be blocked by: nothing but its own engine.
+weights arrive in the background and become live between two decode steps, on all ranks between the same two.
+Called by: RolloutWorker (`generate`), the controller (`start`, `follow`), rank 0 (`prepare`, `stage`). May be blocked by: nothing but
+its own engine, whose steps wait for those of the other ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from monarch.actor import Actor, concurrent_endpoint
+from monarch.actor import Actor, concurrent_endpoint, current_rank
 
 from monarch_rl.config import Config, UserError
 from monarch_rl.observe import timeline
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from actors.metrics import Metrics
     from actors.publisher import Publisher
     from monarch_rl.weights.plan import LoadPlan
-    from monarch_rl.weights.pull import Puller, Reader
+    from monarch_rl.weights.pull import Reader, Target
     from monarch_rl.weights.slots import SlotBuffers
 
 REPORT_S = 0.2
@@ -34,15 +35,18 @@ class Generator(Actor):
     def __init__(self, config: Config, replica: int, metrics: Metrics) -> None:
         self._config, self._replica, self._metrics = config, replica, metrics
         self.name = f"generator {replica}"
+        self._rank = 0
         self._arrived: asyncio.Event = asyncio.Event()
         self._pulls = GeneratorReport(replica)
         self._report_due: asyncio.TimerHandle | None = None
         self._following: asyncio.Task[None] | None = None
-        self._shut = False
 
     @concurrent_endpoint
-    async def start(self) -> LoadPlan:
+    async def start(self, ranks: Generator | None = None) -> LoadPlan:
         """Build the engine; the plan says which rectangles of which checkpoint tensors its parameters are made of.
+
+        Args:
+            ranks: this mesh, where it has several.
 
         Raises:
             UserError: vLLM refuses the model or a setting. EngineError: it failed.
@@ -52,6 +56,9 @@ class Generator(Actor):
         from monarch_rl.rendering import model_directory
 
         config = self._config
+        self._ranks = ranks
+        if ranks is not None:
+            self._rank = current_rank().rank
         directory = str(model_directory(config.model.path))
         self._engine = Engine(
             directory,
@@ -62,6 +69,7 @@ class Generator(Actor):
             keep_masks=config.generator.keep_mask and Sampling.of(config.generator).truncates,
             keep_routing=config.generator.keep_routing,
             stop_texts=bool(config.generator.stop),
+            tensor_parallel=config.generator.tensor_parallel,
         )
         try:
             self._plan = await self._engine.start()
@@ -88,17 +96,15 @@ class Generator(Actor):
         return generations
 
     @concurrent_endpoint
-    async def follow(self, publishers: Publisher, slots: list[list[SlotBuffers]], plan_digest: str) -> None:
-        """Pull and swap every version that the trainers publish, until `unfollow`."""
-        from monarch_rl.weights import transport
-        from monarch_rl.weights.pull import Puller, Reader
+    async def follow(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str]) -> None:
+        """Pull and swap every version that the trainers publish, until `unfollow`.
 
-        if self._plan.digest != plan_digest:
-            raise RuntimeError(f"{self.name}: its engine cuts the weights differently from generator 0; all replicas must share one layout")
-        transport.demand(self._config.weights.transport, self.name)
-        await transport.warm_up()
-        puller = Puller(self._plan, slots, encoding=self._config.weights.encoding)
-        self._following = asyncio.create_task(self._follow(Reader(self.name, publishers, puller), puller), name="follow")
+        Args:
+            rings: of each trainer rank: for each rank of a generator its slots.
+            plans: digests of the load plans that the slots are laid out for, by rank.
+        """
+        reader = await self._reader(publishers, rings, plans)
+        self._following = asyncio.create_task(self._follow(reader), name="follow")
         await asyncio.wait({self._following})
         if not self._following.cancelled():
             self._following.result()
@@ -109,14 +115,27 @@ class Generator(Actor):
         await self._holds(min_step)
 
     @concurrent_endpoint
-    async def pull(self, publishers: Publisher, slots: list[list[SlotBuffers]], newest: Version) -> None:
+    async def pull(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str], newest: Version) -> None:
         """Pull and swap once, to `newest` or beyond; nothing where it holds that already. For a replica that does not follow."""
-        from monarch_rl.weights.pull import Puller, Reader
-
-        puller = Puller(self._plan, slots)
-        reader = Reader(self.name, publishers, puller)
+        reader = await self._reader(publishers, rings, plans)
         while self._engine.version is None or self._engine.version < newest:
-            await self._pull_once(reader, puller)
+            await self._pull_once(reader)
+
+    @concurrent_endpoint
+    async def prepare(self, rings: list[list[list[SlotBuffers]]], plans: list[str]) -> None:
+        """Have memory for what rank 0 will have this rank `stage`."""
+        await self._prepare(rings, plans)
+
+    @concurrent_endpoint
+    async def stage(self, target: Target) -> str:
+        """Pull this rank's part of a version, for rank 0 to swap to. Why it had to be thrown away; empty: it is whole."""
+        from monarch_rl.weights.pull import RejectedPull
+
+        try:
+            await self._stage(target)
+        except RejectedPull as rejected:
+            return str(rejected) or "rejected"
+        return ""
 
     @concurrent_endpoint
     async def unfollow(self) -> None:
@@ -136,7 +155,7 @@ class Generator(Actor):
         try:
             await self._engine.failed()
         except EngineError:
-            if not self._shut:
+            if not self._engine.closed:
                 raise
 
     @concurrent_endpoint
@@ -146,23 +165,58 @@ class Generator(Actor):
         return stats.steps if stats.running else None
 
     @concurrent_endpoint
-    async def fingerprints(self) -> dict[str, int]:
-        """Engine parameter name → checksum (for tests and for comparing replicas)."""
+    async def fingerprints(self) -> list[dict[str, int]]:
+        """For each rank: checkpoint tensor → checksum (for tests and for comparing replicas)."""
         return await self._engine.fingerprints()
 
     @concurrent_endpoint
     async def shut(self) -> None:
         """Stop pulling and decoding."""
-        self._shut = True
         if self._following is not None:
             self._following.cancel()
         await self._engine.close()
 
-    async def _follow(self, reader: Reader, puller: Puller) -> None:
-        while True:
-            await self._pull_once(reader, puller)
+    async def _reader(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str]) -> Reader:
+        """Of this replica, all of whose ranks are prepared to pull."""
+        from monarch_rl.weights.pull import Reader
 
-    async def _pull_once(self, reader: Reader, puller: Puller) -> None:
+        if self._ranks is None:
+            await self._prepare(rings, plans)
+            return Reader(self.name, publishers, len(rings), self._stage)
+        await self._ranks.prepare.call(rings, plans)
+        return Reader(self.name, publishers, len(rings), self._stage_all)
+
+    async def _prepare(self, rings: list[list[list[SlotBuffers]]], plans: list[str]) -> None:
+        from monarch_rl.weights import transport
+        from monarch_rl.weights.pull import Puller
+
+        if [self._plan.digest] != plans[self._rank : self._rank + 1]:
+            raise RuntimeError(f"{self.name}: its engine cuts the weights differently from generator 0; all replicas must share one layout")
+        transport.demand(self._config.weights.transport, self.name)
+        await transport.warm_up()
+        self._puller = Puller(self._plan, rings, rank=self._rank, encoding=self._config.weights.encoding)
+
+    async def _stage(self, target: Target) -> None:
+        """Raises RejectedPull."""
+        await self._puller.pull(target)
+        verify = self._config.weights.verify
+        compared = verify == "every" or (verify == "first" and self._engine.version is None)
+        self._engine.stage(self._puller.write, target.version, self._puller.compare if compared else None)
+
+    async def _stage_all(self, target: Target) -> None:
+        """Raises RejectedPull where any rank has to throw away what it pulled; none of them still pulls then."""
+        from monarch_rl.weights.pull import RejectedPull
+
+        assert self._ranks is not None
+        rejected = await self._ranks.stage.call(target)
+        if why := next(filter(None, rejected.values()), ""):
+            raise RejectedPull(why)
+
+    async def _follow(self, reader: Reader) -> None:
+        while True:
+            await self._pull_once(reader)
+
+    async def _pull_once(self, reader: Reader) -> None:
         """The next newer version, unless the pull has to be thrown away.
 
         Raises:
@@ -180,18 +234,16 @@ class Generator(Actor):
             self._report_soon()
             return
         pulled_ns = time.time_ns()
-        pause_s = await self._swap(puller, target.version)
-        self._pulls.bytes_per_pull, self._pulls.deltas = puller.moved, puller.deltas
+        pause_s = await self._swap(target.version)
+        self._pulls.bytes_per_pull, self._pulls.deltas = self._puller.moved, self._puller.deltas
         self._swapped(target.version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - before)
 
-    async def _swap(self, puller: Puller, version: Version) -> float:
+    async def _swap(self, version: Version) -> float:
         from monarch_rl.engine_setup import EngineError
         from monarch_rl.weights.pull import WeightsDiffer
 
-        verify = self._config.weights.verify
-        compared = verify == "every" or (verify == "first" and self._engine.version is None)
         try:
-            return await self._engine.swap(puller.write, version, puller.compare if compared else None)
+            return await self._engine.swap(version)
         except EngineError as error:
             if isinstance(error.__cause__, WeightsDiffer):
                 raise WeightsDiffer(f"{self.name}: {error.__cause__}") from error

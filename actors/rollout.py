@@ -214,7 +214,7 @@ class RolloutWorker(Actor):
 
     async def _try(self, prompt: Prompt, work: Purpose) -> Group:
         """One episode of a held-out prompt; none when the model cannot go on from the prompt."""
-        from monarch_rl.engine import UnusablePrompt
+        from monarch_rl.engine_requests import UnusablePrompt
 
         try:
             return await self._roll(prompt, work, 1)
@@ -224,7 +224,7 @@ class RolloutWorker(Actor):
             raise
 
     async def _serve(self, lease: Lease, prompt: Prompt) -> None:
-        from monarch_rl.engine import UnusablePrompt
+        from monarch_rl.engine_requests import UnusablePrompt
 
         work = Purpose("train", self._task, None, self._sampling, lease.min_step, lease.attempt)
         try:
@@ -269,7 +269,7 @@ class RolloutWorker(Actor):
 
     async def _play(self, prompt: Prompt, work: Purpose, trajectory: Trajectory, seed: Callable[..., int]) -> None:
         """Turn after turn, until the environment ends the episode, or its token budget or the context does."""
-        from monarch_rl.engine import PromptTooLong
+        from monarch_rl.engine_requests import PromptTooLong
 
         while not trajectory.truncated:
             content, trajectory.error = await self._observe(prompt, work, trajectory.turns)

@@ -97,13 +97,13 @@ class Trainer(Actor):
         return transport.demand(self._config.weights.transport, f"trainer {self._rank}")
 
     @endpoint
-    def open_ring(self, plan: LoadPlan) -> list[SlotBuffers]:
-        """Register the staging slots that a generator's load plan asks for; handles of this rank's ring."""
+    def open_ring(self, plans: list[LoadPlan]) -> list[list[SlotBuffers]]:
+        """Register the staging slots that the load plans of a generator's ranks ask for; for each of them handles of this rank's ring."""
         from monarch_rl.weights.slots import Ring
 
         weights = self._config.weights
         deltas = weights.encoding != "full"
-        self._ring = Ring(plan, rank=self._rank, world=self._world, slots=weights.slots, board=BOARD, deltas=deltas)
+        self._ring = Ring(plans, rank=self._rank, world=self._world, slots=weights.slots, board=BOARD, deltas=deltas)
         return self._ring.register()
 
     @endpoint
@@ -149,13 +149,13 @@ class Trainer(Actor):
         save_pretrained(self._learner.model, path, self._config.model.path, dtype)
 
     @endpoint
-    def fingerprints(self, plan: LoadPlan) -> dict[str, int]:
+    def fingerprints(self, plans: list[LoadPlan]) -> list[dict[str, int]]:
         """What `Generator.fingerprints` must say when it holds these weights (collective)."""
         from monarch_rl.models import full_tensors
         from monarch_rl.weights.slots import fingerprints
 
         full = full_tensors(self._learner.model)
-        return fingerprints(plan, [piece.cut(full[piece.name]) for piece in plan.pieces])
+        return [fingerprints(plan, [piece.cut(full[piece.name]) for piece in plan.pieces]) for plan in plans]
 
     @endpoint
     def shut(self) -> None:

@@ -65,7 +65,8 @@ class ReadyGenerator(Generator):
             for piece, view in zip(self._plan.pieces, views, strict=True):
                 view.copy_(piece.cut(tensors[piece.name]))
 
-        await self._engine.swap(write, Version(0, 0))
+        self._engine.stage(write, Version(0, 0))
+        await self._engine.swap(Version(0, 0))
 
     @concurrent_endpoint
     async def usage(self) -> Usage:

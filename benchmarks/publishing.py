@@ -53,13 +53,13 @@ class Stager(Actor):
     def __init__(self, plan: LoadPlan, slots: int) -> None:
         self._plan, self._blocks = plan, layout(plan, 0, 1)
         self._shards = random_shards(plan)
-        self._ring = Ring(plan, rank=0, world=1, slots=slots, board=BOARD)
+        self._ring = Ring([plan], rank=0, world=1, slots=slots, board=BOARD)
         self._bare = torch.zeros(self._ring.nbytes, dtype=torch.uint8)
         self._other = torch.zeros_like(self._bare)
         self._number = -1
 
     @endpoint
-    def register(self) -> list[SlotBuffers]:
+    def register(self) -> list[list[SlotBuffers]]:
         return self._ring.register()
 
     @endpoint
@@ -136,9 +136,9 @@ class Stager(Actor):
 class PullingReader(Actor):
     """Pulls what there is and puts it nowhere."""
 
-    def __init__(self, plan: LoadPlan, slots: list[list[SlotBuffers]], publishers: Any) -> None:
-        self._puller = Puller(plan, slots)
-        self._reader = Reader(f"reader {os.getpid()}", publishers, self._puller)
+    def __init__(self, plan: LoadPlan, rings: list[list[list[SlotBuffers]]], publishers: Any) -> None:
+        self._puller = Puller(plan, rings)
+        self._reader = Reader(f"reader {os.getpid()}", publishers, len(rings), self._puller.pull)
         self._held: Version | None = None
         self._following: asyncio.Task[None] | None = None
 
@@ -243,7 +243,7 @@ class SwappingGenerator(ReadyGenerator):
         def write(views: list[Tensor]) -> None:
             apply(self._plan, [blocks], [region], views)
 
-        def load() -> float:
+        def load(_: object) -> float:
             (module,) = self._engine._llm.apply_model(lambda module: module)
             start = time.perf_counter()
             with torch.no_grad():
@@ -252,7 +252,8 @@ class SwappingGenerator(ReadyGenerator):
 
         swaps, loads = [], []
         for step in range(times):
-            swaps.append(await self._engine.swap(write, Version(0, 1 + step)))
+            self._engine.stage(write, Version(0, 1 + step))
+            swaps.append(await self._engine.swap(Version(0, 1 + step)))
             loads.append(await self._engine._ask(load))
         return swaps, loads
 

@@ -1,7 +1,8 @@
 """vLLM inside this process, on a thread of its own: generations in, tokens with logprobs and versions out, weights swapped between steps.
 
 The engine thread owns everything of vLLM. It decodes while there are requests, runs what it is asked between two steps, and sleeps
-otherwise. What it was asked and what it answers passes through a queue and the event loop that started it.
+otherwise. What it was asked and what it answers passes through a queue and the event loop that started it. With tensor parallelism
+there is one such thread in the process of each rank, see `lockstep`.
 """
 
 from __future__ import annotations
@@ -14,14 +15,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
-from queue import Empty, SimpleQueue
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from monarch_rl.engine_channels import Recorded
-from monarch_rl.engine_requests import count_tokens, generation_of, request_parameters
+from monarch_rl.engine_requests import Call, count_tokens, generation_of, request_parameters, room_for
 from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, salt_anew, tensor_shapes, unpack
-from monarch_rl.generator_config import COLDEST
-from monarch_rl.observe import timeline
+from monarch_rl.lockstep import Job, Jobs, Lockstep
 from monarch_rl.types import Generation, Sampling, Version
 
 if TYPE_CHECKING:
@@ -30,17 +30,7 @@ if TYPE_CHECKING:
     from monarch_rl.weights.plan import LoadPlan
 
 T = TypeVar("T")
-
-SHOWN_IDLE_S = 0.001
-"""Shorter sleeps are not in the timeline."""
-
-
-class UnusablePrompt(ValueError):
-    """The model cannot go on from this prompt, however often it is tried; the engine is unharmed."""
-
-
-class PromptTooLong(UnusablePrompt):
-    """The prompt leaves no room for a single token."""
+Write = Callable[[list["Tensor"]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,15 +51,6 @@ class EngineStats:
     """Spent writing weights, when nothing is decoded."""
 
 
-class _Call:
-    """What one caller waits for: the outputs of its requests, in the order in which it named them."""
-
-    __slots__ = ("future", "missing", "outputs")
-
-    def __init__(self, future: asyncio.Future[list[Any]], requests: int) -> None:
-        self.future, self.missing, self.outputs = future, requests, [None] * requests
-
-
 class Engine:
     """One vLLM engine. All methods are to be called from the event loop that called `start`.
 
@@ -80,6 +61,8 @@ class Engine:
         keep_masks: generations have the channel `MASK`, even those that leave nothing out.
         keep_routing: generations of a mixture of experts have the channel `ROUTING`; their prefixes are never taken from the cache.
         stop_texts: requests may have `Sampling.stop`, for which vLLM loads the tokenizer.
+        tensor_parallel: ranks that share the weights, one engine each. Rank 0 is asked; of the others only `start`, `stage` and `failed`
+            are to be called.
     """
 
     def __init__(
@@ -93,25 +76,27 @@ class Engine:
         keep_masks: bool = False,
         keep_routing: bool = False,
         stop_texts: bool = False,
+        tensor_parallel: int = 1,
     ) -> None:
-        self._model_path, self._kv = model_path, kv
+        self._model_path, self._kv, self._tensor_parallel = model_path, kv, tensor_parallel
         switches = {"keep_masks": keep_masks, "keep_routing": keep_routing, "stop_texts": stop_texts}
-        self._build_llm = partial(build_llm, model_path, dtype, seed, overrides, **switches)
+        self._build_llm = partial(build_llm, model_path, dtype, seed, overrides, tensor_parallel=tensor_parallel, **switches)
         self._failure: EngineError | None = EngineError("the engine was not started")
         self._waiting: set[asyncio.Future[Any]] = set()
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs = Jobs()
+        self._staged: dict[Version, tuple[Write, Write | None]] = {}
+        self.closed = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._ids = count()
         # From here on: written by the engine thread only.
         self._llm: Any = None
         self._recorded = Recorded(0)
         self._version: Version | None = None
-        self._requests: dict[str, tuple[_Call, int, str]] = {}
+        self._requests: dict[str, tuple[Call, int, str]] = {}
         self._results: list[tuple[asyncio.Future[Any], Any]] = []
         self._doing = "starting"
         self._tokens = self._steps = self._swaps = 0
-        self._busy_s = self._idle_s = self._pause_s = 0.0
-        self._asleep_since: float | None = None
+        self._busy_s = self._pause_s = 0.0
 
     @property
     def version(self) -> Version | None:
@@ -127,7 +112,7 @@ class Engine:
         self._loop = asyncio.get_running_loop()
         self._failure = None
         self._thread.start()
-        return await self._ask(self._build)
+        return await self._ask(methodcaller("_build"))
 
     async def generate(self, ids: Sequence[int], sampling: Sampling, seed: int, *, request_id: str | None = None) -> Generation:
         """Sample one completion. It ends with a token of `sampling.stop_ids`, with the one that completes a text of `sampling.stop`,
@@ -146,44 +131,48 @@ class Engine:
 
     async def abort(self, request_id: str) -> None:
         """End a request; its `generate` returns what it has, with finish reason `abort`. An unknown or finished one is let be."""
-        await self._ask(partial(self._abort, request_id))
+        await self._ask(methodcaller("_abort", request_id))
 
-    async def swap(
-        self, write: Callable[[list[Tensor]], None], version: Version, compare: Callable[[list[Tensor]], None] | None = None
-    ) -> float:
-        """Make `version` live between two decode steps. Requests go on, with the keys and values that they have, or computed anew (`kv`).
+    def stage(self, write: Write, version: Version, compare: Write | None = None) -> None:
+        """Say how a version that is here whole is made live on this rank; to be done on all ranks before `swap`.
 
         Args:
             write: is given the destinations of the plan's pieces, on the engine thread.
-            compare: is given them again when they are live, and raises where they are not what they should be.
+            compare: is given them again when they are live, and raises `WeightsDiffer` where they are not what they should be.
+        """
+        live = self._version
+        self._staged = {known: how for known, how in self._staged.items() if live is None or known >= live}
+        self._staged[version] = write, compare
+
+    async def swap(self, version: Version) -> float:
+        """Make a staged version live between two decode steps. Requests go on, with the keys and values that they have, or computed anew
+        (`kv`).
 
         Returns:
             Seconds in which nothing was decoded, but for `compare`.
 
         Raises:
-            EngineError: `write` or `compare` raised. The weights may be a mix, so the engine serves nothing any more.
+            EngineError: `write` or `compare` raised, on any rank. The weights may be a mix, so the engine serves nothing any more.
         """
-        return await self._ask(partial(self._swap, write, version, compare))
+        return await self._ask(methodcaller("_swap", version))
 
-    async def fingerprints(self) -> dict[str, int]:
-        """Checkpoint tensor → checksum of what the engine holds of it, see `weights.slots.fingerprints`."""
-        return await self._ask(self._fingerprints)
+    async def fingerprints(self) -> list[dict[str, int]]:
+        """For each rank: checkpoint tensor → checksum of what the engine holds of it, see `weights.slots.fingerprints`."""
+        return await self._ask(methodcaller("_fingerprints"))
 
     async def failed(self) -> None:
         """Raises EngineError when the engine fails; until then it waits."""
         await self._promise()
 
     def stats(self) -> EngineStats:
-        since = self._asleep_since
-        idle_s = self._idle_s + (time.perf_counter() - since if since is not None else 0.0)
-        return EngineStats(self._tokens, self._steps, len(self._requests), self._busy_s, idle_s, self._swaps, self._pause_s)
+        return EngineStats(self._tokens, self._steps, len(self._requests), self._busy_s, self._jobs.idle_s, self._swaps, self._pause_s)
 
     async def close(self) -> None:
         """Fail what is still waited for and end the engine thread. May be called twice."""
         if not self._thread.is_alive():
             return
-        self._fail(EngineError("the engine is closed"))
-        self._jobs.put(None)
+        self._shut()
+        self._jobs.put(Job(None))
         await asyncio.to_thread(self._thread.join)
 
     # ---- on the event loop
@@ -197,29 +186,15 @@ class Engine:
         self._check()
         if self._version is None:
             raise EngineError("the engine holds no weights yet: nothing can be generated before the first swap")
-        room = self._room(ids, sampling)  # before the promise: one that nobody awaits would be heard of when the engine closes
-        call = _Call(self._promise(), len(seeds))
-        self._jobs.put(partial(self._admit, call, seeds, list(ids), sampling, room))
+        # Before the promise: one that nobody awaits would be heard of when the engine closes.
+        room = room_for(ids, sampling, self._llm.model_config, self._context)
+        call = Call(self._promise(), len(seeds))
+        self._jobs.put(Job(methodcaller("_admit", call, seeds, list(ids), sampling, room)))
         try:
             return [generation_of(output, self._recorded) for output in await call.future]
         except asyncio.CancelledError:
-            self._jobs.put(partial(self._abandon, seeds))
+            self._jobs.put(Job(methodcaller("_abandon", list(seeds))))
             raise
-
-    def _room(self, ids: Sequence[int], sampling: Sampling) -> int:
-        """How many tokens may be sampled."""
-        if not ids:
-            raise UnusablePrompt("a prompt without a token: the model has nothing to go on from")
-        if min(ids) < 0 or max(ids) >= self._vocabulary:
-            strange = next(id for id in ids if not 0 <= id < self._vocabulary)
-            raise UnusablePrompt(f"token {strange} is unknown to the model, whose ids go from 0 to {self._vocabulary - 1}")
-        if 0 < sampling.temperature < COLDEST:
-            raise ValueError(f"temperature {sampling.temperature:g} is below {COLDEST:g}, the lowest that vLLM samples at")
-        if sampling.temperature == 0 and self._llm.model_config.return_sampling_mask:
-            raise ValueError("temperature 0: vLLM decodes nothing greedily while it records sampling masks; see generator.keep_mask")
-        if len(ids) >= self._context:
-            raise PromptTooLong(f"a prompt of {len(ids)} tokens leaves no room in a context of {self._context} tokens")
-        return min(sampling.max_new_tokens, self._context - len(ids))
 
     def _promise(self) -> asyncio.Future[Any]:
         self._check()
@@ -228,10 +203,10 @@ class Engine:
         future.add_done_callback(self._waiting.discard)
         return future
 
-    async def _ask(self, function: Callable[[], T]) -> T:
-        """Run `function` on the engine thread between two steps. If it raises, the engine has failed."""
+    async def _ask(self, job: Callable[[Engine], T]) -> T:
+        """Run `job` on the engine thread between two steps. If it raises, the engine has failed."""
         future = self._promise()
-        self._jobs.put(lambda: self._results.append((future, function())))
+        self._jobs.put(Job(job, future))
         answer: T = await future
         return answer
 
@@ -243,6 +218,10 @@ class Engine:
                 future.set_exception(result)
             else:
                 future.set_result(result)
+
+    def _shut(self) -> None:
+        self.closed = True
+        self._fail(EngineError("the engine is closed"))
 
     def _fail(self, failure: EngineError) -> None:
         self._failure = self._failure or failure
@@ -261,6 +240,7 @@ class Engine:
                 if self._results:
                     self._tell(self._settle, self._results)
                     self._results = []
+            self._tell(self._shut)
         except Exception as error:
             failure = error if isinstance(error, EngineError) else EngineError(f"the engine failed while {self._doing}: {error}")
             failure.__cause__ = failure.__cause__ or error
@@ -269,32 +249,20 @@ class Engine:
             if self._llm is not None:
                 self._llm.engine_core.shutdown()
 
-    def _tell(self, callback: Callable[[Any], None], value: Any) -> None:
+    def _tell(self, callback: Callable[..., None], *values: Any) -> None:
         # A closed loop refuses: then nobody is waiting for an answer.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(callback, value)
+            self._loop.call_soon_threadsafe(callback, *values)
 
     def _drain(self) -> bool:
-        """Run all that was asked for since the last step; sleep until something is, when there is nothing to decode."""
-        jobs = [] if self._requests else [self._sleep()]
-        with contextlib.suppress(Empty):
-            while True:
-                jobs.append(self._jobs.get_nowait())
-        for job in jobs:
-            if job is None:
+        """Run all that was asked for since the last step. False: that was to end."""
+        for run, future in self._jobs.next(busy=bool(self._requests)):
+            if run is None:
                 return False
-            job()
+            result = run(self)
+            if future is not None:
+                self._results.append((future, result))
         return True
-
-    def _sleep(self) -> Callable[[], None] | None:
-        start = self._asleep_since = time.perf_counter()
-        job = self._jobs.get()
-        slept_s, now_ns = time.perf_counter() - start, time.time_ns()
-        self._asleep_since = None
-        self._idle_s += slept_s
-        if slept_s >= SHOWN_IDLE_S:
-            timeline.add(timeline.Span("idle", now_ns - int(slept_s * 1e9), now_ns))
-        return job
 
     def _step(self) -> None:
         self._doing = "decoding"
@@ -305,18 +273,19 @@ class Engine:
         self._steps += 1
         self._busy_s += time.perf_counter() - start
 
-    def _finish(self, call: _Call, index: int, output: Any) -> None:
+    def _finish(self, call: Call, index: int, output: Any) -> None:
         call.outputs[index] = output
         call.missing -= 1
-        if not call.missing:
+        if not call.missing and call.future is not None:
             self._results.append((call.future, call.outputs))
 
-    def _admit(self, call: _Call, seeds: dict[str, int], ids: list[int], sampling: Sampling, room: int) -> None:
+    def _admit(self, call: Call, seeds: dict[str, int], ids: list[int], sampling: Sampling, room: int) -> None:
         from vllm.inputs.engine import tokens_input
 
         taken = next((name for name in seeds if name in self._requests), None)
         if taken is not None:
-            self._results.append((call.future, EngineError(f"request {taken} is already running")))
+            if call.future is not None:
+                self._results.append((call.future, EngineError(f"request {taken} is already running")))
             return
         self._doing = "admitting a request"
         # The salt keeps a prefix that other weights computed from being found in the cache.
@@ -345,11 +314,12 @@ class Engine:
         self._llm.abort_request([internal], internal=True)
         self._finish(call, index, output)
 
-    def _swap(self, write: Callable[[list[Tensor]], None], version: Version, compare: Callable[[list[Tensor]], None] | None) -> float:
+    def _swap(self, version: Version) -> float:
         import torch
 
         self._doing = f"writing weights of version {version}"
         start = time.perf_counter()
+        write, compare = self._staged[version]
         with torch.no_grad():
             write(self._views)
             pack(self._experts)
@@ -360,18 +330,30 @@ class Engine:
         if self._kv == "recompute":
             self._llm.reset_prefix_cache(reset_running_requests=True)
         salt_anew(self._llm, str(version))
+        self._jobs.gather(None)  # or a rank might be given the next version while it still writes this one
         pause_s = time.perf_counter() - start
         self._swaps += 1
         self._pause_s += pause_s
         if compare is not None:
             self._doing = f"comparing its weights with those of version {version}"
-            self._read_live(compare)
+            if differences := [each for each in self._jobs.gather(self._difference(compare)) if each is not None]:
+                raise differences[0]
         return pause_s
 
-    def _fingerprints(self) -> dict[str, int]:
+    def _difference(self, compare: Write) -> Exception | None:
+        """Not raised before all ranks know of it: those that are told only that one is gone would not know why."""
+        from monarch_rl.weights.pull import WeightsDiffer
+
+        try:
+            self._read_live(compare)
+        except WeightsDiffer as difference:
+            return difference
+        return None
+
+    def _fingerprints(self) -> list[dict[str, int]]:
         from monarch_rl.weights.slots import fingerprints
 
-        return self._read_live(partial(fingerprints, self._plan))
+        return self._jobs.gather(self._read_live(partial(fingerprints, self._plan)))
 
     def _read_live(self, read: Callable[[list[Tensor]], T]) -> T:
         """What `read` finds in the live parameters, in the layout in which they were written."""
@@ -387,13 +369,14 @@ class Engine:
 
         self._llm, self._recorded = self._build_llm()
         self._context = int(self._llm.model_config.max_model_len)
-        self._vocabulary = int(self._llm.model_config.get_vocab_size())
         count_tokens(self._llm, self._count)
         (model,) = self._llm.apply_model(lambda model: model)
         self._experts = experts_to_pack(model)
         # Some of vLLM's models are built on transformers' classes and look for the configuration wherever one is made.
         with set_current_vllm_config(self._llm.vllm_config):
             self._plan, self._views = record(model, tensor_shapes(self._model_path))
+        if self._tensor_parallel > 1:
+            self._jobs.lockstep = Lockstep(self._llm)
         return self._plan
 
     def _count(self, tokens: int) -> None:

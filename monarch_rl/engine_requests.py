@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from monarch_rl.generator_config import COLDEST
 from monarch_rl.types import Generation, Sampling
 
 if TYPE_CHECKING:
     from monarch_rl.engine_channels import Recorded
+
+
+class UnusablePrompt(ValueError):
+    """The model cannot go on from this prompt, however often it is tried; the engine is unharmed."""
+
+
+class PromptTooLong(UnusablePrompt):
+    """The prompt leaves no room for a single token."""
+
+
+class Call:
+    """What one caller waits for: the outputs of its requests, in the order in which it named them."""
+
+    __slots__ = ("future", "missing", "outputs")
+
+    def __init__(self, future: asyncio.Future[list[Any]] | None, requests: int) -> None:
+        self.future, self.missing, self.outputs = future, requests, [None] * requests
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Where it is sent to nobody waits."""
+        return Call, (None, self.missing)
+
+
+def room_for(ids: Sequence[int], sampling: Sampling, model: Any, context: int) -> int:
+    """How many tokens may be sampled.
+
+    Args:
+        model: vLLM's ModelConfig.
+
+    Raises:
+        PromptTooLong, UnusablePrompt: see `Engine.generate`. ValueError: vLLM cannot sample like that.
+    """
+    vocabulary = int(model.get_vocab_size())
+    if not ids:
+        raise UnusablePrompt("a prompt without a token: the model has nothing to go on from")
+    if min(ids) < 0 or max(ids) >= vocabulary:
+        strange = next(id for id in ids if not 0 <= id < vocabulary)
+        raise UnusablePrompt(f"token {strange} is unknown to the model, whose ids go from 0 to {vocabulary - 1}")
+    if 0 < sampling.temperature < COLDEST:
+        raise ValueError(f"temperature {sampling.temperature:g} is below {COLDEST:g}, the lowest that vLLM samples at")
+    if sampling.temperature == 0 and model.return_sampling_mask:
+        raise ValueError("temperature 0: vLLM decodes nothing greedily while it records sampling masks; see generator.keep_mask")
+    if len(ids) >= context:
+        raise PromptTooLong(f"a prompt of {len(ids)} tokens leaves no room in a context of {context} tokens")
+    return min(sampling.max_new_tokens, context - len(ids))
 
 
 def request_parameters(sampling: Sampling, seed: int, room: int, recorded: Recorded) -> Any:

@@ -71,9 +71,19 @@ def engine_environment(cpu: bool) -> dict[str, str]:
 
 
 def build_llm(
-    model_path: str, dtype: str, seed: int, overrides: dict[str, Any], *, keep_masks: bool, keep_routing: bool, stop_texts: bool = False
+    model_path: str,
+    dtype: str,
+    seed: int,
+    overrides: dict[str, Any],
+    *,
+    keep_masks: bool,
+    keep_routing: bool,
+    stop_texts: bool = False,
+    tensor_parallel: int = 1,
 ) -> tuple[Any, Recorded]:
     """An LLMEngine that has sampled one token, so that what this machine cannot run fails now and not at the first request.
+
+    Where several ranks share the weights all of them build theirs at the same time; the environment tells each who it is, as torchrun's.
 
     Raises:
         EngineError: vLLM has no such setting, it breaks what is promised here, or the model's routing cannot be kept.
@@ -93,6 +103,10 @@ def build_llm(
     # vLLM's own switches need its second model runner, which there is not on CPUs.
     switches = {"return_sampling_mask": keep_masks, "enable_return_routed_experts": experts is not None}
     own = {"skip_tokenizer_init": not stop_texts} | ({} if cpu else {name: True for name, on in switches.items() if on})
+    own["tensor_parallel_size"] = tensor_parallel
+    if tensor_parallel > 1:
+        own["distributed_executor_backend"] = "external_launcher"
+        _meet_at_a_port()
     arguments = _arguments(overrides, known, model=model_path, dtype=dtype, seed=seed, **own)
     if cpu:
         arguments = _cpu_arguments(arguments)
@@ -107,6 +121,18 @@ def build_llm(
     if cpu and experts:
         record_routing(llm, experts)
     return llm, Recorded(int(llm.model_config.get_vocab_size()), keep_masks, experts)
+
+
+def _meet_at_a_port() -> None:
+    """By itself vLLM has its ranks meet where the environment says, and calls their shared memory on CPUs after the place without its port:
+    the same for all generators of a host."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    def place(_: Any) -> tuple[str, int, int]:
+        address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        return address, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
+
+    ExecutorWithExternalLauncher._distributed_args = place
 
 
 def _warm_up(llm: Any) -> None:
@@ -127,7 +153,7 @@ def experts_to_keep(model_path: str) -> Experts | None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path).get_text_config()
-    count = max([0, *(found for name in EXPERTS if isinstance(found := getattr(config, name, None), int))])
+    count = most_experts(config)
     if count <= 1:
         return None
     if config.model_type not in REPLAYED:
@@ -136,6 +162,33 @@ def experts_to_keep(model_path: str) -> Experts | None:
             f"{', '.join(REPLAYED)}; generator.keep_routing=false lets it choose experts anew"
         )
     return Experts(count, config.num_hidden_layers, config.num_experts_per_tok)
+
+
+def most_experts(config: Any) -> int:
+    """Of a layer; 0 where the model is no mixture."""
+    return max([0, *(found for name in EXPERTS if isinstance(found := getattr(config, name, None), int))])
+
+
+def check_split(model_path: str, ranks: int) -> None:
+    """See that vLLM can share a model evenly, and in a way that a swap can repeat.
+
+    Raises:
+        EngineError: says what stands in the way.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path).get_text_config()
+    key = f"generator.tensor_parallel={ranks}"
+    if most_experts(config) > 1:
+        raise EngineError(f"{key}: a mixture of experts ({config.model_type}) cannot be shared by ranks yet; set it to 1")
+    heads = int(config.num_attention_heads)
+    kv = int(getattr(config, "num_key_value_heads", None) or heads)
+    wide = int(getattr(config, "intermediate_size", None) or ranks)
+    for count, what in ((heads, "attention heads"), (wide, "rows of its feed-forward layers")):
+        if count % ranks:
+            raise EngineError(f"{key}: cannot share the {count} {what} of the model evenly")
+    if kv % ranks and ranks % kv:
+        raise EngineError(f"{key}: can neither share nor repeat the {kv} key-value heads of the model evenly")
 
 
 def salt_anew(llm: Any, salt: str) -> None:
@@ -214,7 +267,6 @@ def _arguments(overrides: dict[str, Any], known: set[str], **own: Any) -> dict[s
         "logprobs_mode": "processed_logprobs",
         "async_scheduling": False,
         "generation_config": "vllm",
-        "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
     }

@@ -8,8 +8,13 @@ from typing import Any, Literal
 COLDEST = 0.01
 """vLLM raises lower temperatures to this one without saying so."""
 
-OWN_ENGINE_ARGUMENTS = {"model": "model.path", "dtype": "model.dtype", "seed": "seed", "tensor_parallel_size": ""}
-"""Arguments of vLLM that follow from another key (or, where that is empty, are not for the user)."""
+OWN_ENGINE_ARGUMENTS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "tensor_parallel_size": "generator.tensor_parallel",
+}
+"""Arguments of vLLM that follow from another key."""
 
 SAMPLED_BY = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
 """Fields that are the same in `Sampling`."""
@@ -19,6 +24,8 @@ SAMPLED_BY = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")
 class GeneratorConfig:
     replicas: int = 1
     """vLLM engines, one process mesh each"""
+    tensor_parallel: int = 1
+    """ranks that share the weights of a replica, one process and on CUDA one GPU each"""
     max_restarts: int = 8
     """replicas that may be lost and replaced in a run; the next one that is lost ends it"""
     hang_s: float = 120.0
@@ -56,8 +63,7 @@ class GeneratorConfig:
 def mistake(generator: GeneratorConfig) -> str:
     """What is wrong with its values, in a line that begins with the key; empty when nothing is."""
     if own := sorted(OWN_ENGINE_ARGUMENTS.keys() & generator.engine.keys()):
-        instead = OWN_ENGINE_ARGUMENTS[own[0]]
-        return f"generator.engine.{own[0]}: not passed on to vLLM; " + (f"set {instead}" if instead else "leave it out")
+        return f"generator.engine.{own[0]}: not passed on to vLLM; set {OWN_ENGINE_ARGUMENTS[own[0]]}"
     if generator.temperature < COLDEST:
         return f"generator.temperature: must be at least {COLDEST:g}, the lowest that vLLM samples at"
     if "" in generator.stop:

@@ -11,7 +11,7 @@ from pathlib import Path
 from monarch_rl import recorded
 from monarch_rl.cluster.placement import host_count, hosts_by_role
 from monarch_rl.config import Config, UserError, label
-from monarch_rl.engine_setup import EngineError, context_length, experts_to_keep
+from monarch_rl.engine_setup import EngineError, check_split, context_length, experts_to_keep
 from monarch_rl.observe import trackers
 from monarch_rl.rendering import Renderer
 from monarch_rl.supervise import cause
@@ -35,7 +35,7 @@ def check(config: Config) -> tuple[Renderer, Task]:
     if own_functions(config.trainer):  # what is built in was checked with the configuration, without importing torch
         _try_objective(config)
     renderer = Renderer.of(config.model)
-    _check_routing(config, renderer)
+    _check_model(config, renderer)
     for id in config.generator.stop_ids:
         if not renderer.knows(id):
             raise UserError(f"generator.stop_ids: {id} is no id of the tokenizer in {renderer.directory}")
@@ -117,12 +117,17 @@ def _try_objective(config: Config) -> None:
         raise UserError(f"{said}: {type(error).__name__}: {cause(error)}") from error
 
 
-def _check_routing(config: Config, renderer: Renderer) -> None:
-    if config.generator.keep_routing and (renderer.directory / "config.json").is_file():
-        try:
+def _check_model(config: Config, renderer: Renderer) -> None:
+    generator = config.generator
+    if not (renderer.directory / "config.json").is_file():
+        return
+    try:
+        if generator.keep_routing:
             experts_to_keep(str(renderer.directory))
-        except EngineError as error:
-            raise UserError(str(error)) from error
+        if generator.tensor_parallel > 1:
+            check_split(str(renderer.directory), generator.tensor_parallel)
+    except EngineError as error:
+        raise UserError(str(error)) from error
 
 
 def _load(config: Config) -> Task:

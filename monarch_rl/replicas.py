@@ -35,10 +35,10 @@ class Source(NamedTuple):
     """Where weights come from."""
 
     publishers: Publisher
-    slots: list[list[SlotBuffers]]
-    """Of all trainer ranks."""
-    digest: str
-    """Of the load plan that the slots are laid out for."""
+    rings: list[list[list[SlotBuffers]]]
+    """Of each trainer rank: for each rank of a generator its slots."""
+    plans: list[str]
+    """Digests of the load plans that the slots are laid out for, by rank of a generator."""
 
 
 class Replicas:
@@ -48,14 +48,15 @@ class Replicas:
         self._config, self._meshes, self._metrics, self._say = config, meshes, metrics, say
         self._next = 0
         self._lost = 0
-        self._starts: dict[int, asyncio.Future[LoadPlan]] = {}
+        self._starts: dict[int, asyncio.Future[list[LoadPlan]]] = {}
+        self._ranks: dict[int, Generator] = {}
         self._changing = asyncio.Lock()
         self.live: dict[int, Generator] = {}
-        """Those that requests may be sent to, and those that start."""
+        """Those that requests may be sent to, and those that start; of each the rank that is asked."""
 
     @property
-    def plan(self) -> LoadPlan:
-        """How the engines cut the weights; known when the first ones have started."""
+    def plans(self) -> list[LoadPlan]:
+        """How the engine of each rank cuts the weights; known when the first ones have started."""
         return next(start.result() for start in self._starts.values() if start.done())
 
     def spawn(self, count: int) -> list[int]:
@@ -66,20 +67,29 @@ class Replicas:
 
         for number in numbers:
             self._meshes.spawn_generator(number)
-            generator: Any = self._meshes[_name(number)].spawn(_name(number), Generator, self._config, number, self._metrics)
-            self.live[number] = generator
-            self._starts[number] = asyncio.ensure_future(generator.start.call_one().as_asyncio())
+            ranks: Any = self._meshes[_name(number)].spawn(_name(number), Generator, self._config, number, self._metrics)
+            self._ranks[number], self.live[number] = ranks, ranks.slice(tp=0)
+            self._starts[number] = asyncio.ensure_future(self._start(number))
         return numbers
 
-    async def started(self, *numbers: int) -> LoadPlan:
-        """Wait for engines (all without an argument); the plan is the same for all.
+    async def _start(self, number: int) -> list[LoadPlan]:
+        ranks = self._ranks[number]
+        if self._config.generator.tensor_parallel == 1:
+            return [await ranks.start.call_one()]
+        from monarch.spmd import setup_torch_elastic_env_async
+
+        await setup_torch_elastic_env_async(self._meshes[_name(number)])
+        return list((await ranks.start.call(ranks)).values())
+
+    async def started(self, *numbers: int) -> list[LoadPlan]:
+        """Wait for engines (all without an argument); the plans of their ranks are the same for all.
 
         Raises:
             UserError: vLLM refuses the model or a setting. RuntimeError: an engine cuts the weights differently from the first.
         """
-        plans = await self._meshes.alive("generators (engine start)", asyncio.gather(*[self._starts[n] for n in numbers or self.live]))
-        first: LoadPlan = self.plan
-        if any(plan.digest != first.digest for plan in plans):
+        found = await self._meshes.alive("generators (engine start)", asyncio.gather(*[self._starts[n] for n in numbers or self.live]))
+        first = self.plans
+        if any([plan.digest for plan in plans] != [plan.digest for plan in first] for plans in found):
             raise RuntimeError("generators cut the weights in different ways; all replicas must share one layout")
         return first
 
@@ -101,8 +111,7 @@ class Replicas:
 
     async def pull(self, number: int, newest: Version) -> None:
         """Have one that does not follow pull once."""
-        publishers, slots, _ = self._source
-        await answer(self.live[number].pull.call_one(publishers, slots, newest), f"generator {number} (pull)", LEAVE_DEADLINE_S)
+        await answer(self.live[number].pull.call_one(*self._source, newest), f"generator {number} (pull)", LEAVE_DEADLINE_S)
 
     async def scale(self, count: int) -> None:
         """A new replica takes requests when it holds the newest weights; one that leaves is sent no more, and ends after its last."""
@@ -152,7 +161,7 @@ class Replicas:
 
     async def _bury(self, number: int) -> None:
         """End a replica, in whatever state it is."""
-        del self.live[number]
+        del self.live[number], self._ranks[number]
         self._starts.pop(number).cancel()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_DEADLINE_S):
@@ -178,7 +187,7 @@ class Replicas:
     async def _until_dead(self, number: int) -> str | None:
         """Why a replica can serve no more; None when it has been shut."""
         try:
-            await self.live[number].shut_or_failed.call_one().as_asyncio()
+            await self._ranks[number].shut_or_failed.call().as_asyncio()  # the first rank that is lost, all are
         except Exception as error:
             if isinstance(root(error), EngineError):
                 return f"generator {number}: {cause(error)}"

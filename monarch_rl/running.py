@@ -88,11 +88,11 @@ class Running:
             self._published = self.version
             return
         if self._published is None:
-            plan = await self._replicas.started()
+            plans = await self._replicas.started()
             over = await answer(self._trainers.transport.call(), "trainers (transport)", START_DEADLINE_S)
             self._records.console.say(f"weights travel over {' and '.join(sorted(set(over.values())))}")
-            rings = await answer(self._trainers.open_ring.call(plan), "trainers (staging slots)", START_DEADLINE_S)
-            self._source = Source(self._publishers, list(rings.values()), plan.digest)
+            rings = await answer(self._trainers.open_ring.call(plans), "trainers (staging slots)", START_DEADLINE_S)
+            self._source = Source(self._publishers, list(rings.values()), [plan.digest for plan in plans])
         elif version == self._published:
             return  # the loop asks for it whenever it begins
         async with self._turn:

@@ -43,7 +43,8 @@ class System:
     async def publish(self) -> Version:
         self.step += 1
         version = Version(0, self.step)
-        await self.engine.swap(self.write, version)
+        self.engine.stage(self.write, version)
+        await self.engine.swap(version)
         return version
 
     def train(self) -> PreTrainedModel:

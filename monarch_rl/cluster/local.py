@@ -54,7 +54,7 @@ def spawn(on: HostMesh, processes: Processes, environment: Mapping[str, str], pa
         rank = point.rank
         parent = parents[rank // each]
         own = {
-            "CUDA_VISIBLE_DEVICES": processes.gpus[rank] if processes.gpus else "",
+            "CUDA_VISIBLE_DEVICES": ",".join(processes.gpus if processes.one_engine else processes.gpus[rank : rank + 1]),
             ROLE: f"{processes.name} {rank}",
             CONTROLLER: str(parent.pid),
         }

@@ -26,6 +26,8 @@ class Processes:
     """each takes an equal share of the processes, in the order of ranks"""
     gpus: tuple[str, ...] = ()
     """GPU of each process; empty: none"""
+    one_engine: bool = False
+    """they are the ranks of one generator, each of which sees the GPUs of all"""
     threads: int = 1
     """of each process, for computing on the CPU"""
 
@@ -58,16 +60,25 @@ def place(config: Config, hosts: Sequence[Facts], replicas: int | None = None) -
 
 
 def place_generator(replica: int, config: Config, hosts: Sequence[Facts], placed: Iterable[Processes]) -> Processes:
-    """One more generator: on the host of generators that has the fewest, on the GPU there that has the fewest processes.
+    """One more generator: on the host of generators that has the fewest, on the GPUs there that have the fewest processes.
 
     Hosts that joined later take generators whatever `cluster.placement` says.
+
+    Raises:
+        ConfigError: the host has fewer GPUs than a generator has ranks.
     """
     placed = list(placed)
     start = host_count(config)
     allowed = (*hosts_by_role(config, start)["generator"], *range(start, len(hosts)))
     load = Counter(host for processes in placed if processes.name.startswith("generator_") for host in processes.hosts)
     host = min(allowed, key=lambda index: (load[index], index))
-    return _equipped(Processes(f"generator_{replica}", "tp", 1, (host,)), config, hosts, placed)
+    ranks = Processes(f"generator_{replica}", "tp", config.generator.tensor_parallel, (host,), one_engine=True)
+    if len(set((equipped := _equipped(ranks, config, hosts, placed)).gpus)) < len(equipped.gpus):
+        count = len(hosts[host].gpus)
+        raise ConfigError(
+            f"generator.tensor_parallel={ranks.count}: host {host} has {count} GPU{'s' * (count > 1)}, and each rank needs its own"
+        )
+    return equipped
 
 
 def host_count(config: Config) -> int:
@@ -125,7 +136,7 @@ def _equipped(processes: Processes, config: Config, hosts: Sequence[Facts], plac
 def _threads(config: Config, hosts: Sequence[Facts], host: int) -> int:
     """At most `cluster.cpu_threads`, and an equal share of the host's cores for each trainer rank and generator on it."""
     where = hosts_by_role(config, host_count(config))
-    sizes = {"trainer": config.trainer.ranks, "generator": config.generator.replicas}
+    sizes = {"trainer": config.trainer.ranks, "generator": config.generator.replicas * config.generator.tensor_parallel}
     computing = sum(math.ceil(size / len(where[role])) for role, size in sizes.items() if host in where[role])
     return min(config.cluster.cpu_threads, max(1, hosts[host].cores // max(1, computing)))
 

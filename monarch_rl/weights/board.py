@@ -33,7 +33,8 @@ class Sealed:
 
     version: Version
     slot: int
-    delta: Delta | None = None
+    deltas: tuple[Delta | None, ...] = (None,)
+    """For each rank of a generator, where there is one."""
 
 
 @dataclass(frozen=True, slots=True)

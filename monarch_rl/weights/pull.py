@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -63,23 +63,27 @@ def common(offers: Sequence[Offer], number: int | None = None) -> Target | None:
 
 
 class Puller:
-    """Staging memory of one generator for one version, filled from the slots of all trainer ranks.
+    """Staging memory of one rank of a generator for one version, filled from the slots of all trainer ranks.
 
     Args:
-        slots: for each trainer rank, the handles of its ring.
+        plan: of this rank.
+        rings: for each trainer rank, what its `Ring.register` gave.
+        rank: of the generator.
         encoding: whether to pull deltas where the staging memory holds what they are based on; auto: where that has been faster.
     """
 
     def __init__(
         self,
         plan: LoadPlan,
-        slots: Sequence[Sequence[SlotBuffers]],
+        rings: Sequence[Sequence[Sequence[SlotBuffers]]],
         *,
+        rank: int = 0,
         encoding: Literal["full", "delta", "auto"] = "full",
         deadline_s: int = 60,
     ) -> None:
-        self._plan, self._slots, self._encoding, self._deadline_s = plan, slots, encoding, deadline_s
-        self._layouts = [layout(plan, rank, len(slots)) for rank in range(len(slots))]
+        self._plan, self._rank, self._encoding, self._deadline_s = plan, rank, encoding, deadline_s
+        self._slots = [ring[rank] for ring in rings]
+        self._layouts = [layout(plan, trainer, len(rings)) for trainer in range(len(rings))]
         self._sizes = [region_bytes(blocks) for blocks in self._layouts]
         self._read_s = self._apply_s = 0.0  # of a byte that is read, of a byte of a delta that is applied; as last measured
         self.moved = 0
@@ -87,11 +91,6 @@ class Puller:
         self.deltas = 0
         """Pulls that moved deltas."""
         self._allocate()
-
-    @property
-    def ranks(self) -> int:
-        """Trainer ranks that each hold a part of a version."""
-        return len(self._slots)
 
     @property
     def nbytes(self) -> int:
@@ -146,8 +145,8 @@ class Puller:
 
     def _usable(self, sealed: Sequence[Sealed]) -> list[Delta] | None:
         """The deltas of all ranks, where all lead on from what the staging memory holds, and are worth it."""
-        deltas = [delta for delta in (each.delta for each in sealed) if delta is not None and delta.base == self._holds]
-        if self._encoding == "full" or len(deltas) < self.ranks:
+        deltas = [delta for delta in (each.deltas[self._rank] for each in sealed) if delta is not None and delta.base == self._holds]
+        if self._encoding == "full" or len(deltas) < len(self._slots):
             return None
         nbytes = sum(delta.nbytes for delta in deltas)
         pays = self._encoding == "delta" or (self.nbytes - nbytes) * self._read_s > nbytes * self._apply_s
@@ -200,11 +199,12 @@ class Reader:
 
     Args:
         name: of the generator.
-        publishers: the mesh of Publisher actors, one per trainer rank.
+        publishers: the mesh of Publisher actors, one per trainer rank, of which there are `trainers`.
+        pull: has every rank of the generator pull, see `Puller.pull`.
     """
 
-    def __init__(self, name: str, publishers: Any, puller: Puller) -> None:
-        self._name, self._publishers, self._puller = name, publishers, puller
+    def __init__(self, name: str, publishers: Any, trainers: int, pull: Callable[[Target], Awaitable[None]]) -> None:
+        self._name, self._publishers, self._trainers, self._pull = name, publishers, trainers, pull
         self._known = -1  # number of the newest publish that was heard of
         self._late = 0
         self._pull_s = 0.0
@@ -226,7 +226,7 @@ class Reader:
         """Raises RejectedPull, see `Puller.pull`."""
         start = time.monotonic()
         try:
-            await self._puller.pull(target)
+            await self._pull(target)
         except RejectedPull:
             self._late += 1
             self.too_slow += self._late == TOO_OFTEN
@@ -236,7 +236,7 @@ class Reader:
         self._late = 0
 
     async def _offers(self, held: Version | None, least: int, *, releases: bool = True) -> list[Offer]:
-        ranks = range(self._puller.ranks)
+        ranks = range(self._trainers)
         asked = [self._publishers.slice(rank=rank).next.call_one(self._name, held, least, releases).as_asyncio() for rank in ranks]
         offers: list[Offer | None] = await asyncio.gather(*asked)
         if None in offers:

@@ -79,20 +79,62 @@ def as_bytes(host: Tensor) -> Tensor:
     return host.view(torch.uint8).view(-1)
 
 
+class _Share:
+    """What one rank of a generator reads of one trainer rank: a region, its seal and its delta, in every slot."""
+
+    def __init__(self, plan: LoadPlan, rank: int, world: int, slots: int, *, pinned: bool, deltas: bool) -> None:
+        self._plan, self._rank, self._world = plan, rank, world
+        self._blocks = layout(plan, rank, world)
+        self.nbytes = region_bytes(self._blocks)
+        self._regions = [torch.zeros(self.nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(slots)]
+        self._seals = [torch.full((1 + len(self._blocks),), BEING_WRITTEN, dtype=torch.int64) for _ in range(slots)]
+        self._deltas = [torch.zeros(most_delta(self.nbytes) if deltas else 0, dtype=torch.uint8) for _ in range(slots)]
+
+    def register(self) -> list[SlotBuffers]:
+        chunk = delta_chunk(self.nbytes)
+        return [
+            SlotBuffers(transport.register(region), transport.register(as_bytes(seal))[0], transport.register(delta, chunk))
+            for region, seal, delta in zip(self._regions, self._seals, self._deltas, strict=True)
+        ]
+
+    def begin(self, slot: int) -> None:
+        self._seals[slot][0] = BEING_WRITTEN
+
+    def stage(self, shards: Mapping[str, Tensor], slot: int) -> None:
+        stage(self._blocks, self._plan, shards, self._regions[slot], self._rank, self._world)
+
+    def checksums(self, slot: int) -> Tensor:
+        return torch.tensor(checksums(self._regions[slot], self._blocks), dtype=torch.int64)
+
+    def seal(self, slot: int, version: Version, sums: Tensor) -> None:
+        self._seals[slot][1:] = sums
+        self._seals[slot][0] = version.pack()
+
+    def find_delta(self, slot: int, base: Sealed | None) -> Delta | None:
+        """Compare a slot with the one of the publish before, and leave what differs beside it."""
+        memory = self._deltas[slot]
+        if base is None or not len(memory):
+            return None
+        found = encode(self._regions[base.slot], self._regions[slot], element_size(self._plan), len(memory))
+        if found is None:
+            return None
+        memory[: len(found)] = torch.from_numpy(found)
+        return Delta(base.version, len(found), checksum(memory[: len(found)]))
+
+
 class Ring:
     """K slots of one trainer rank, and the side thread that seals what the trainer staged.
 
     The trainer's thread pays for one copy of its local shards per publish; checksums, deltas and announcement are the side thread's.
+
+    Args:
+        plans: of the ranks of a generator; each reads a region of its own.
     """
 
-    def __init__(self, plan: LoadPlan, *, rank: int, world: int, slots: int, board: Board, deltas: bool = False) -> None:
-        self._plan, self._rank, self._world, self._board = plan, rank, world, board
-        self._blocks = layout(plan, rank, world)
+    def __init__(self, plans: Sequence[LoadPlan], *, rank: int, world: int, slots: int, board: Board, deltas: bool = False) -> None:
+        self._board = board
         self._cuda = torch.cuda.is_available()
-        size = region_bytes(self._blocks)
-        self._regions = [torch.zeros(size, dtype=torch.uint8, pin_memory=self._cuda) for _ in range(slots)]
-        self._seals = [torch.full((1 + len(self._blocks),), BEING_WRITTEN, dtype=torch.int64) for _ in range(slots)]
-        self._deltas = [torch.zeros(most_delta(size) if deltas else 0, dtype=torch.uint8) for _ in range(slots)]
+        self._shares = [_Share(plan, rank, world, slots, pinned=self._cuda, deltas=deltas) for plan in plans]
         self._stream = torch.cuda.Stream() if self._cuda else None
         self._published = 0
         self._slot = -1
@@ -107,15 +149,11 @@ class Ring:
     @property
     def nbytes(self) -> int:
         """Bytes of one slot."""
-        return self._regions[0].numel()
+        return sum(share.nbytes for share in self._shares)
 
-    def register(self) -> list[SlotBuffers]:
-        """Handles of all slots. To be called once, inside the actor that owns the ring."""
-        chunk = delta_chunk(self.nbytes)
-        return [
-            SlotBuffers(transport.register(region), transport.register(as_bytes(seal))[0], transport.register(delta, chunk))
-            for region, seal, delta in zip(self._regions, self._seals, self._deltas, strict=True)
-        ]
+    def register(self) -> list[list[SlotBuffers]]:
+        """Handles of all slots, for each rank of a generator. To be called once, inside the actor that owns the ring."""
+        return [share.register() for share in self._shares]
 
     def publish(self, shards: Mapping[str, Tensor], version: Version) -> None:
         """Copy this rank's shards into the next slot. On CUDA the copy runs beside the compute stream.
@@ -141,26 +179,30 @@ class Ring:
         """The next slot, or the one after it where that one is kept for a slow reader."""
         kept = self._board.begin(number)
         with self._lock:
-            slot = (self._slot + 1) % len(self._regions)
+            slot = (self._slot + 1) % len(self._owners)
             if kept is not None and self._owners[slot] == kept:
-                slot = (slot + 1) % len(self._regions)
-            self._seals[slot][0] = BEING_WRITTEN
+                slot = (slot + 1) % len(self._owners)
+            for share in self._shares:
+                share.begin(slot)
             if (owner := self._owners[slot]) is not None:
                 self._sealed.pop(owner, None)
             self._owners[slot], self._slot = number, slot
         return slot
 
     def _copy(self, shards: Mapping[str, Tensor], slot: int) -> torch.cuda.Event | None:
-        region = self._regions[slot]
         if self._stream is None:
-            stage(self._blocks, self._plan, shards, region, self._rank, self._world)
+            self._stage(shards, slot)
             return None
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            stage(self._blocks, self._plan, shards, region, self._rank, self._world)
+            self._stage(shards, slot)
             event = torch.cuda.Event()
             event.record(self._stream)
         return event
+
+    def _stage(self, shards: Mapping[str, Tensor], slot: int) -> None:
+        for share in self._shares:
+            share.stage(shards, slot)
 
     def _seal_forever(self) -> None:
         while (staged := self._staged.get()) is not None:
@@ -172,29 +214,19 @@ class Ring:
     def _seal(self, number: int, slot: int, version: Version) -> None:
         if self._owners[slot] != number:  # the trainer has begun to write over it
             return
-        sums = torch.tensor(checksums(self._regions[slot], self._blocks), dtype=torch.int64)
-        delta = self._find_delta(number, slot)
+        sums = [share.checksums(slot) for share in self._shares]
+        base = self._sealed.get(number - 1)
+        deltas = tuple(share.find_delta(slot, base) for share in self._shares)
         with self._lock:
             if self._owners[slot] != number:
                 return
             if number - 1 not in self._sealed:  # it was written over while it was compared
-                delta = None
-            self._seals[slot][1:] = sums
-            self._seals[slot][0] = version.pack()
-            self._sealed[number] = Sealed(version, slot, delta)
+                deltas = (None,) * len(deltas)
+            for share, own in zip(self._shares, sums, strict=True):
+                share.seal(slot, version, own)
+            self._sealed[number] = Sealed(version, slot, deltas)
             offer = Offer(dict(self._sealed))
         self._board.post(offer)
-
-    def _find_delta(self, number: int, slot: int) -> Delta | None:
-        """Compare a slot with the one of the publish before, and leave what differs beside it."""
-        base, memory = self._sealed.get(number - 1), self._deltas[slot]
-        if base is None or not len(memory):
-            return None
-        found = encode(self._regions[base.slot], self._regions[slot], element_size(self._plan), len(memory))
-        if found is None:
-            return None
-        memory[: len(found)] = torch.from_numpy(found)
-        return Delta(base.version, len(found), checksum(memory[: len(found)]))
 
 
 def _signed(digest: int) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
-from monarch_rl.engine import PromptTooLong, UnusablePrompt
+from monarch_rl.engine_requests import PromptTooLong, UnusablePrompt
 from monarch_rl.rendering import Renderer
 from monarch_rl.types import Generation, Group, Lease, Prompt, Sampling, Version
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,8 @@ from transformers import (
 from actors.generator import Generator
 from monarch_rl import engine as engine_module
 from monarch_rl.configure import load
-from monarch_rl.engine import Engine, EngineError, PromptTooLong, UnusablePrompt
+from monarch_rl.engine import Engine, EngineError
+from monarch_rl.engine_requests import PromptTooLong, UnusablePrompt
 from monarch_rl.types import Generation, Sampling, Version
 from monarch_rl.weights.pull import WeightsDiffer
 from monarch_rl.weights.slots import checksum
@@ -165,7 +165,7 @@ async def test_after_a_swap_the_engine_holds_the_trainers_weights(system: System
     vocabulary = system.model.config.vocab_size
     assert torch.equal(live["model.embed_tokens.weight"][:vocabulary], trainer["model.embed_tokens.weight"])
     expected = {name: checksum(p.detach().view(torch.uint8).view(-1)) for name, p in trainer.items()}
-    assert await system.engine.fingerprints() == expected
+    assert await system.engine.fingerprints() == [expected]
 
 
 async def test_a_swap_does_not_leave_old_prefixes_in_the_cache(system: System, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +296,8 @@ async def test_a_failing_write_fails_the_engine(doomed: System) -> None:
         raise OSError("the network is gone")
 
     def swap() -> asyncio.Future[float]:
-        return asyncio.ensure_future(doomed.engine.swap(write, Version(0, 9)))
+        doomed.engine.stage(write, Version(0, 9))
+        return asyncio.ensure_future(doomed.engine.swap(Version(0, 9)))
 
     await fails(doomed, swap, r"writing weights of version 0.9: the network is gone")
 
@@ -310,9 +311,9 @@ async def test_weights_that_differ_from_the_trainers_end_the_replica_that_holds_
 
     generator = Generator(load(["recipe=grpo_qwen", "profile=cpu", "weights.verify=every"]).config, 1, metrics=None)  # type: ignore[arg-type]
     generator._engine = doomed.engine
-    puller = SimpleNamespace(write=doomed.write, compare=compare)
+    doomed.engine.stage(doomed.write, Version(0, 7), compare)
     with pytest.raises(WeightsDiffer, match=r"^generator 1: .* not those of version 0\.7: model\.\S+ differs from trainer"):
-        await generator._swap(puller, Version(0, 7))  # type: ignore[arg-type]
+        await generator._swap(Version(0, 7))
     with pytest.raises(EngineError):
         await doomed.engine.generate([1], Sampling(1), 0)
 

@@ -9,7 +9,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from monarch_rl.engine import PromptTooLong
+from monarch_rl.engine_requests import PromptTooLong
 from monarch_rl.rendering import Renderer
 from monarch_rl.tasks.tiny import BOS, EOS, PAD
 from monarch_rl.types import Generation, Sampling

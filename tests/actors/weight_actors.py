@@ -48,12 +48,12 @@ class Writer(Actor):
         transport.CHUNK_BYTES = SMALL_CHUNKS
         self._rank, world = current_rank().rank, sum(current_size().values())
         self._shards = {name: whole[slice(*shard_rows(len(whole), self._rank, world))] for name, whole in base(plan).items()}
-        self._ring = Ring(plan, rank=self._rank, world=world, slots=slots, board=BOARD)
+        self._ring = Ring([plan], rank=self._rank, world=world, slots=slots, board=BOARD)
         self._steps = torch.from_file(str(counters), shared=True, size=world, dtype=torch.int64)
         self._step = 0
 
     @endpoint
-    def register(self) -> list[SlotBuffers]:
+    def register(self) -> list[list[SlotBuffers]]:
         return self._ring.register()
 
     @endpoint
@@ -105,12 +105,12 @@ class Trusting(Puller):
 class Follower(Actor):
     """A generator without an engine."""
 
-    def __init__(self, plan: LoadPlan, slots: list[list[SlotBuffers]], publishers: Any, *, trusting: bool = False) -> None:
+    def __init__(self, plan: LoadPlan, rings: list[list[list[SlotBuffers]]], publishers: Any, *, trusting: bool = False) -> None:
         transport.CHUNK_BYTES = SMALL_CHUNKS
         self._publishers, self._plan = publishers, plan
         self._base = base(plan)
-        self._puller = (Trusting if trusting else Puller)(plan, slots, deadline_s=5)
-        self._reader = Reader(f"reader {os.getpid()}", publishers, self._puller)
+        self._puller = (Trusting if trusting else Puller)(plan, rings, deadline_s=5)
+        self._reader = Reader(f"reader {os.getpid()}", publishers, len(rings), self._puller.pull)
         self._live = [torch.full((piece.rows, piece.cols), -1.0) for piece in plan.pieces]
         self._held: Version | None = None
 

@@ -82,16 +82,16 @@ class Audit:
 
     async def trainer_fingerprints(self) -> dict[str, int]:
         """The same on all ranks."""
-        plan = self._session._replicas.plan
-        ranks = list((await self._session._trainers.fingerprints.call(plan)).values())
+        plans = self._session._replicas.plans
+        ranks = list((await self._session._trainers.fingerprints.call(plans)).values())
         assert all(rank == ranks[0] for rank in ranks)
-        return dict(ranks[0])
+        return by_rank(ranks[0])
 
     async def generator_fingerprints(self, min_step: int | None = None) -> list[dict[str, int]]:
         """Of each replica, at once or when it holds `min_step`."""
         if min_step is not None:
             await asyncio.gather(*[self.ask(replica, min_step) for replica in range(self.config.generator.replicas)])
-        return [await generator.fingerprints.call_one() for generator in self._session._replicas.live.values()]
+        return [by_rank(await generator.fingerprints.call_one()) for generator in self._session._replicas.live.values()]
 
     async def ask(self, replica: int, min_step: int) -> Generation:
         """One short completion from a replica that holds at least `min_step`."""
@@ -130,6 +130,11 @@ class Audit:
         events = json.loads((self.folder / "timeline.json").read_text())["traceEvents"]
         texts = [event["args"]["version"] for event in events if event["name"] == "swap"]
         return [Version(*map(int, text.split("."))) for text in texts]
+
+
+def by_rank(found: list[dict[str, int]]) -> dict[str, int]:
+    """Of all ranks of a generator, as one."""
+    return {f"{name} of rank {rank}": print for rank, prints in enumerate(found) for name, print in prints.items()}
 
 
 def audit(folder: Path, *keys: str) -> Audit:

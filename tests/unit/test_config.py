@@ -397,7 +397,10 @@ def test_round_trip_keeps_a_profile_that_this_machine_would_not_pick() -> None:
         ),
         ("rollout.deadline_s=0", "rollout.deadline_s: must be a finite number above 0, got 0.0"),
         ("generator.engine.model=x", "generator.engine.model: not passed on to vLLM; set model.path"),
-        ("generator.engine.tensor_parallel_size=2", "generator.engine.tensor_parallel_size: not passed on to vLLM; leave it out"),
+        (
+            "generator.engine.tensor_parallel_size=2",
+            "generator.engine.tensor_parallel_size: not passed on to vLLM; set generator.tensor_parallel",
+        ),
     ],
 )
 def test_ranges(argument: str, expected: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -44,9 +44,10 @@ def local_transport(monkeypatch: pytest.MonkeyPatch) -> None:
 class Trainers:
     """Rings of all ranks, and weights that follow from the version."""
 
-    def __init__(self, world: int, slots: int = 3, *, deltas: bool = False) -> None:
+    def __init__(self, world: int, slots: int = 3, *, plans: Sequence[LoadPlan] = (PLAN,), deltas: bool = False) -> None:
         self.boards = [Board() for _ in range(world)]
-        self.rings = [Ring(PLAN, rank=rank, world=world, slots=slots, board=board, deltas=deltas) for rank, board in enumerate(self.boards)]
+        sizes = {"world": world, "slots": slots}
+        self.rings = [Ring(plans, rank=rank, board=board, deltas=deltas, **sizes) for rank, board in enumerate(self.boards)]
         self.slots = [ring.register() for ring in self.rings]
         self.offers: list[Offer] = [Offer({})] * world
 
