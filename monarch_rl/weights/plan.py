@@ -193,12 +193,14 @@ class _Recorder(TorchDispatchMode):
 
     def _add(self, destination: Tensor, source: Tensor) -> None:
         name, whole = self._sources[_storage(source)]
+        self.used.add(name)
+        if source.numel() == 0:  # of a vocabulary that is shared by ranks, the last may hold padding only
+            return
         row0, rows, col0, cols = _rectangle(name, whole, source)
         try:
             view = destination.view(rows, cols)
         except RuntimeError as error:
             raise PlanError(f"the copy of {name} fills no [{rows}, {cols}] block: it goes to {tuple(destination.shape)}") from error
-        self.used.add(name)
         self.views.append(view)
         self.pieces.append(Piece(name, tuple(whole.shape), row0, rows, col0, cols, str(destination.dtype).removeprefix("torch.")))
 

@@ -239,3 +239,27 @@ async def test_auto_takes_what_has_been_faster(monkeypatch: pytest.MonkeyPatch) 
         puller._read_s, puller._apply_s = read_s, apply_s
         await swapped(puller, await trainers.publish(step), live)
         assert puller.deltas == deltas, step
+
+
+async def test_each_rank_of_a_generator_pulls_its_own_region() -> None:
+    """Deltas too; and where one rank's region was written over, that of the other is as well."""
+    halves = [LoadPlan(tuple(piece for piece in PLAN.pieces if (piece.name == "embed") == first)) for first in (True, False)]
+    trainers = Trainers(2, plans=halves, deltas=True)
+    pullers = [Puller(plan, trainers.slots, rank=rank, encoding="delta") for rank, plan in enumerate(halves)]
+    live = [[view for piece, view in zip(PLAN.pieces, empty(), strict=True) if piece in plan.pieces] for plan in halves]
+    targets = []
+    for step in range(4):
+        targets.append(await trainers.publish(step))
+        for puller, views in zip(pullers, live, strict=True):
+            await swapped(puller, targets[-1], views)
+            assert puller.deltas == step
+    found = dict(zip([piece for plan in halves for piece in plan.pieces], [view for views in live for view in views], strict=True))
+    assert all(torch.equal(view, piece.cut(weights(3)[piece.name])) for piece, view in found.items())
+    for puller in pullers:
+        with pytest.raises(RejectedPull):
+            await puller.pull(targets[0])
+
+
+def test_a_slot_is_as_large_as_its_regions() -> None:
+    one, two = (Trainers(2, plans=plans) for plans in ([PLAN], [PLAN, PLAN]))
+    assert [ring.nbytes for ring in two.rings] == [2 * ring.nbytes for ring in one.rings]
