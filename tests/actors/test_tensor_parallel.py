@@ -1,0 +1,190 @@
+"""A generator of two ranks with real engines, and trainer ranks that publish to it: exact weights, and steps that never part."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import torch
+from monarch.actor import ActorError
+from monarch.spmd import setup_torch_elastic_env_async
+from transformers import PreTrainedModel
+
+from actors.metrics import Metrics
+from actors.publisher import Publisher
+from monarch_rl.cluster import local
+from monarch_rl.cluster.placement import Processes
+from monarch_rl.config import Config
+from monarch_rl.configure import load
+from monarch_rl.engine_setup import EngineError
+from monarch_rl.types import Generation, Sampling, Version
+from monarch_rl.weights.plan import LoadPlan
+from monarch_rl.weights.slots import fingerprints
+from tests.actors.parallel_actors import OpenGenerator, Shards, model_of
+from tests.random_models import VOCABULARY, write_model
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+
+RANKS = 2
+MOST, MEAN = 1e-4, 2e-6
+"""Of |Δ log-probability| in float32, nats."""
+
+
+@dataclass
+class Replica:
+    """Two ranks, of a model with biases, tied embeddings, an uneven vocabulary, and one key-value head that both ranks hold."""
+
+    config: Config
+    ranks: Any
+    plans: list[LoadPlan]
+    others: Any
+    """The host's environment for more processes."""
+    step: int = 0
+    names: Any = field(default_factory=count)
+
+    @property
+    def first(self) -> Any:
+        return self.ranks.slice(tp=0)
+
+    @asynccontextmanager
+    async def trainers(self, count: int) -> AsyncIterator[tuple[Any, tuple[Any, list[Any], list[str]]]]:
+        """Trainer ranks, and where a generator finds what they publish."""
+        mesh = local.spawn(local.host(), Processes("trainer", "rank", count), self.others)
+        shards: Any = mesh.spawn("shards", Shards, Path(self.config.model.path))
+        publishers = mesh.spawn("publisher", Publisher)
+        try:
+            rings = list((await shards.open.call(self.plans)).values())
+            yield shards, (publishers, rings, [plan.digest for plan in self.plans])
+        finally:
+            await mesh.stop()
+
+    async def publish(self, shards: Any) -> int:
+        self.step += 1
+        await shards.publish.call(self.step)
+        return self.step
+
+    async def one(self, prompt: list[int], tokens: int, seed: int, name: str = "") -> Generation:
+        generation: Generation = await self.first.one.call_one(name or f"{next(self.names)}", prompt, Sampling(tokens), seed)
+        return generation
+
+    async def states(self) -> list[Any]:
+        """Of all ranks, when none has anything left to do: what is asked of the first has passed through the others."""
+        await self.first.fingerprints.call_one()
+        return list((await self.ranks.state.call()).values())
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def replica(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replica]:
+    path = write_model(tmp_path_factory.mktemp("model") / "qwen2", "qwen2")
+    keys = ("recipe=grpo_qwen", "profile=cpu", f"model.path={path}", f"generator.tensor_parallel={RANKS}", "weights.verify=every")
+    config = load([*keys, "generator.engine.kv_cache_memory_bytes=67108864", "weights.encoding=delta"]).config
+    environment = local.environment(config)
+    meshes = [
+        local.spawn(local.host(), Processes(name, dim, count), environment)
+        for name, dim, count in (("generator_0", "tp", RANKS), ("metrics", "proc", 1))
+    ]
+    ranks: Any = meshes[0].spawn("generator", OpenGenerator, config, 0, meshes[1].spawn("metrics", Metrics))
+    await setup_torch_elastic_env_async(meshes[0])
+    plans = list((await ranks.start.call(ranks)).values())
+    yield Replica(config, ranks, plans, environment)
+    await asyncio.gather(*[mesh.stop() for mesh in meshes])
+
+
+@cache
+def model_at(path: str, step: int) -> PreTrainedModel:
+    return model_of(Path(path), step)
+
+
+@torch.no_grad()
+def gaps(path: str, prompt: list[int], generation: Generation) -> torch.Tensor:
+    """|Δ log-probability| of each token against transformers with the weights that it names, all of one version."""
+    (version,) = {Version.unpack(packed) for packed in generation.versions_T.tolist()}
+    ids = torch.tensor([prompt + generation.ids_T.tolist()])
+    logprobs = torch.log_softmax(model_at(path, version.step)(ids).logits[0, len(prompt) - 1 : -1], -1)
+    return (logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0] - torch.from_numpy(generation.logprobs_T)).abs()
+
+
+def prompts(count: int) -> list[list[int]]:
+    chance = random.Random(count)
+    return [[chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 40))] for _ in range(count)]
+
+
+@pytest.mark.parametrize("trainers", [1, 2, 3])
+async def test_both_ranks_hold_the_trainers_weights_exactly(replica: Replica, trainers: int) -> None:
+    """98 rows over 3 ranks, and again over 2 padded ones; every checkpoint tensor on every rank that has a part of it."""
+    async with replica.trainers(trainers) as (shards, source):
+        step = await replica.publish(shards)
+        await replica.first.pull.call_one(*source, Version(0, step))
+    model = model_at(replica.config.model.path, step)
+    trained = dict(model.named_parameters())
+    expected = [fingerprints(plan, [piece.cut(trained[piece.name].detach()) for piece in plan.pieces]) for plan in replica.plans]
+    assert await replica.first.fingerprints.call_one() == expected
+    asked = prompts(16)
+    found = await asyncio.gather(*[replica.one(prompt, 40, seed) for seed, prompt in enumerate(asked)])
+    errors = torch.cat([gaps(replica.config.model.path, *each) for each in zip(asked, found, strict=True)])
+    assert len(errors) == 16 * 40
+    assert errors.max() <= MOST
+    assert errors.mean() <= MEAN
+    first, second = await replica.states()
+    assert first == second
+
+
+async def test_swaps_and_aborts_under_load_find_both_ranks_at_the_same_step(replica: Replica) -> None:
+    """Versions arrive, as whole images and as deltas, while requests come, end, are aborted and given up."""
+    kept: list[tuple[list[int], Generation]] = []
+    over = False
+
+    async def load(seed: int) -> None:
+        chance = random.Random(seed)
+        while not over:
+            prompt, name = [chance.randrange(VOCABULARY) for _ in range(1 + seed)], f"load {seed} {next(replica.names)}"
+            asked = asyncio.ensure_future(replica.one(prompt, 100, chance.randrange(1 << 30), name))
+            if seed % 3 == 0:
+                await replica.first.state.call_one()
+                await replica.first.abort.call_one(name)
+            kept.append((prompt, await asked))
+
+    async with replica.trainers(2) as (shards, source):
+        following = replica.first.follow.call_one(*source).as_asyncio()
+        loads = [asyncio.ensure_future(load(seed)) for seed in range(12)]
+        for _ in range(6):
+            await replica.first.ready.call_one(await replica.publish(shards))
+        async with asyncio.timeout(120):
+            while not any(generation.finish_reason == "abort" and len(generation.ids_T) for _, generation in kept):
+                await asyncio.sleep(0.05)
+        over = True
+        await asyncio.gather(*loads)
+        await replica.first.unfollow.call_one()
+        await following
+    first, second = await replica.states()
+    assert first == second
+    assert first.version == Version(0, replica.step)
+    versions = [len(set(generation.versions_T.tolist())) for _, generation in kept]
+    assert max(versions) > 1, "no weights arrived while a request was under way"
+    unmixed = [each for each, number in zip(kept, versions, strict=True) if number == 1]
+    errors = torch.cat([gaps(replica.config.model.path, *each) for each in unmixed])
+    assert errors.max() <= MOST
+    assert errors.mean() <= MEAN
+
+
+async def test_ranks_that_go_apart_end_the_replica(replica: Replica) -> None:
+    """The last test: nothing is served any more."""
+    lost = replica.ranks.shut_or_failed.call().as_asyncio()
+    await replica.ranks.slice(tp=1).derail.call_one()
+    asked = asyncio.ensure_future(replica.first.fingerprints.call_one().as_asyncio())
+    with pytest.raises(ActorError) as caught:
+        await asyncio.wait_for(lost, 60)
+    assert isinstance(caught.value.exception, EngineError)
+    with pytest.raises(ActorError):
+        await asyncio.wait_for(asked, 60)
+    with pytest.raises(ActorError, match="EngineError"):
+        await replica.one([1], 1, 0)
