@@ -18,6 +18,7 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank
 from monarch_rl.config import Config, UserError
 from monarch_rl.observe import timeline
 from monarch_rl.observe.metrics import GeneratorReport
+from monarch_rl.supervise import answer
 from monarch_rl.types import Generation, Sampling, Version
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from monarch_rl.weights.pull import Reader, Target
     from monarch_rl.weights.slots import SlotBuffers
 
+PULL_S = 300.0
+"""More than the transport gives each rank."""
 REPORT_S = 0.2
 """Finished generations are reported together, at most so long after the first of them."""
 
@@ -36,6 +39,7 @@ class Generator(Actor):
         self._config, self._replica, self._metrics = config, replica, metrics
         self.name = f"generator {replica}"
         self._rank = 0
+        self._moved = 0
         self._arrived: asyncio.Event = asyncio.Event()
         self._pulls = GeneratorReport(replica)
         self._report_due: asyncio.TimerHandle | None = None
@@ -127,15 +131,15 @@ class Generator(Actor):
         await self._prepare(rings, plans)
 
     @concurrent_endpoint
-    async def stage(self, target: Target) -> str:
-        """Pull this rank's part of a version, for rank 0 to swap to. Why it had to be thrown away; empty: it is whole."""
+    async def stage(self, target: Target) -> int | str:
+        """Pull this rank's part of a version, for rank 0 to swap to. Bytes that were moved, or why they had to be thrown away."""
         from monarch_rl.weights.pull import RejectedPull
 
         try:
             await self._stage(target)
         except RejectedPull as rejected:
-            return str(rejected) or "rejected"
-        return ""
+            return str(rejected)
+        return self._moved
 
     @concurrent_endpoint
     async def unfollow(self) -> None:
@@ -183,7 +187,7 @@ class Generator(Actor):
         if self._ranks is None:
             await self._prepare(rings, plans)
             return Reader(self.name, publishers, len(rings), self._stage)
-        await self._ranks.prepare.call(rings, plans)
+        await answer(self._ranks.prepare.call(rings, plans), f"{self.name} (all ranks)", PULL_S)
         return Reader(self.name, publishers, len(rings), self._stage_all)
 
     async def _prepare(self, rings: list[list[list[SlotBuffers]]], plans: list[str]) -> None:
@@ -199,6 +203,7 @@ class Generator(Actor):
     async def _stage(self, target: Target) -> None:
         """Raises RejectedPull."""
         await self._puller.pull(target)
+        self._moved = self._puller.moved
         verify = self._config.weights.verify
         compared = verify == "every" or (verify == "first" and self._engine.version is None)
         self._engine.stage(self._puller.write, target.version, self._puller.compare if compared else None)
@@ -208,9 +213,11 @@ class Generator(Actor):
         from monarch_rl.weights.pull import RejectedPull
 
         assert self._ranks is not None
-        rejected = await self._ranks.stage.call(target)
-        if why := next(filter(None, rejected.values()), ""):
-            raise RejectedPull(why)
+        found = list((await answer(self._ranks.stage.call(target), f"{self.name} (pull by all ranks)", PULL_S)).values())
+        for rejected in found:
+            if isinstance(rejected, str):
+                raise RejectedPull(rejected)
+        self._moved = sum(found)
 
     async def _follow(self, reader: Reader) -> None:
         while True:
@@ -235,7 +242,7 @@ class Generator(Actor):
             return
         pulled_ns = time.time_ns()
         pause_s = await self._swap(target.version)
-        self._pulls.bytes_per_pull, self._pulls.deltas = self._puller.moved, self._puller.deltas
+        self._pulls.bytes_per_pull, self._pulls.deltas = self._moved, self._puller.deltas
         self._swapped(target.version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - before)
 
     async def _swap(self, version: Version) -> float:

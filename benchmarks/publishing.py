@@ -8,7 +8,8 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -258,13 +259,14 @@ class SwappingGenerator(ReadyGenerator):
         return swaps, loads
 
 
-def bytes_of(plan: LoadPlan, ranks: Iterable[int]) -> dict[int, tuple[int, int]]:
-    """Number of trainer ranks → (bytes of all blocks that a reader pulls, bytes with alignment)."""
-    layouts = {world: [layout(plan, rank, world) for rank in range(world)] for world in ranks}
-    return {
-        world: (sum(block.nbytes for blocks in of for block in blocks), sum(region_bytes(blocks) for blocks in of))
-        for world, of in layouts.items()
-    }
+def bytes_of(plans: Sequence[LoadPlan], trainers: int) -> tuple[Counter[str], int]:
+    """What the ranks of a generator pull: bytes by checkpoint tensor, and all bytes with alignment."""
+    layouts = [(plan, layout(plan, rank, trainers)) for plan in plans for rank in range(trainers)]
+    moved = Counter[str]()
+    for plan, blocks in layouts:
+        for block in blocks:
+            moved[plan.pieces[block.piece].name] += block.nbytes
+    return moved, sum(region_bytes(blocks) for _, blocks in layouts)
 
 
 def delta_cost(plan: LoadPlan, share: float, times: int) -> Row:

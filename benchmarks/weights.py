@@ -9,6 +9,8 @@ versions arrive at the default job's pace, against none arriving.
 
 Bandwidth: a whole pull with its checksums, against a TCP socket on the loopback device and a memcpy of as many bytes.
 
+Bytes: what the ranks of a generator pull from those of a trainer, by the load plans of real engines, against one copy of the model.
+
 Delta: bytes and seconds of a delta against the whole image, for a share of bfloat16 weights that changed; and the share that changes in
 a run with a learning rate of 1e-6. Deltas pay on a network slower than the bytes they save over the seconds they cost.
 """
@@ -17,11 +19,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import tempfile
 from argparse import Namespace
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,10 @@ from monarch_rl.weights.plan import LoadPlan
 
 READERS = (0, 1, 2, 4, 8)
 STOPPED = "8, one stopped"
+TENSOR_PARALLEL = (1, 2, 4)
+"""Ranks of a generator; the default job's model has two key-value heads."""
+REPEATED = re.compile(r"norm$|[kv]_proj$")
+"""Modules of which every rank may need what others have too; that of row-parallel biases is in no model here."""
 PARTS = ("stall", "pause", "bandwidth", "bytes", "delta")
 
 
@@ -172,10 +181,47 @@ async def bandwidth(config: Config, plan: LoadPlan, options: Namespace) -> tuple
     return text, {**found, "ratio": ratio}
 
 
-async def count_bytes(_: Config, plan: LoadPlan, options: Namespace) -> tuple[str, Row]:
-    moved, whole = bytes_of(plan, (1, 2, 3, 4)), 1e6 * result_mb(plan)
-    rows = [(ranks, f"{data / whole:.6f}", f"{padded / whole:.6f}") for ranks, (data, padded) in moved.items()]
-    return table(("trainer ranks", "bytes of one pull, of the model's", "with alignment"), rows), {str(n): of for n, of in moved.items()}
+async def count_bytes(config: Config, _: LoadPlan, options: Namespace) -> tuple[str, Row]:
+    """By the plans of real engines. Fails where more travels than a copy and what every rank needs."""
+    rows, result = [], {}
+    copy, _ = bytes_of(await engine_plans(config, 1), 1)
+    for ranks in TENSOR_PARALLEL:
+        plans = await engine_plans(config, ranks)
+        for trainers in (1, 2, 3, 4):
+            moved, padded = bytes_of(plans, trainers)
+            beyond = moved - copy
+            kinds = Counter({kind: sum(beyond[name] for name in beyond if name.split(".")[-2] == kind) for kind in kinds_of(beyond)})
+            if moved.keys() != copy.keys() or (unmeant := [kind for kind in kinds if not REPEATED.search(kind)]):
+                raise RuntimeError(f"{trainers} trainer ranks to {ranks} of a generator move {unmeant or moved.keys() ^ copy.keys()}")
+            twice = ", ".join(f"{kind} {nbytes / copy.total():.4f}" for kind, nbytes in kinds.most_common())
+            rows.append((ranks, trainers, f"{moved.total() / copy.total():.4f}", twice or "nothing", f"{padded / copy.total():.4f}"))
+            result[f"{trainers} to {ranks}"] = {"moved": moved.total(), "copy": copy.total(), "beyond": dict(kinds), "aligned": padded}
+    header = ("generator ranks", "trainer ranks", "bytes of one pull, of the model's", "more than once", "with alignment")
+    return table(header, rows), result
+
+
+def kinds_of(names: Iterable[str]) -> set[str]:
+    """The modules that tensors belong to, of all layers."""
+    return {name.split(".")[-2] for name in names}
+
+
+async def engine_plans(config: Config, ranks: int) -> list[LoadPlan]:
+    """Of a real generator of the default job's model."""
+    from monarch.spmd import setup_torch_elastic_env_async
+
+    from actors.generator import Generator
+
+    config = deepcopy(config)
+    config.generator.tensor_parallel = ranks
+    mesh = local.spawn(local.host(), Processes(f"generator_of_{ranks}", "tp", ranks), local.environment(config))
+    try:
+        generator: Any = mesh.spawn("generator", Generator, config, 0, None)
+        if ranks == 1:
+            return [await generator.start.call_one()]
+        await setup_torch_elastic_env_async(mesh)
+        return list((await generator.start.call(generator)).values())
+    finally:
+        await mesh.stop()
 
 
 # --- deltas
@@ -210,7 +256,7 @@ async def delta(_: Config, __: LoadPlan, options: Namespace) -> tuple[str, Row]:
 
 def result_mb(plan: LoadPlan) -> float:
     """Of one copy of the model."""
-    return bytes_of(plan, (1,))[1][0] / 1e6
+    return bytes_of([plan], 1)[0].total() / 1e6
 
 
 # --- processes

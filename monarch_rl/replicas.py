@@ -210,11 +210,12 @@ class Replicas:
         return f"generator {number} took no step for {hang_s:g} s"
 
     async def _look(self, number: int, pause_s: float) -> int | None:
-        """Decode steps of a replica, None where it has nothing to decode, or NO_ANSWER; after `pause_s`, whatever it is."""
+        """Decode steps of a replica, None where it has nothing to decode, or NO_ANSWER of some rank; after `pause_s`, whatever it is."""
         pause = asyncio.create_task(asyncio.sleep(pause_s))
         steps: int | None = NO_ANSWER
         with contextlib.suppress(Exception):
-            steps = await asyncio.wait_for(self.live[number].steps.call_one().as_asyncio(), pause_s)
+            ranks = await asyncio.wait_for(self._ranks[number].steps.call().as_asyncio(), pause_s)
+            steps = next(iter(ranks.values()))
         await pause
         return steps
 

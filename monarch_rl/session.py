@@ -64,8 +64,9 @@ class Session(Running):
             self._set_steps(min(steps, asked))
             cut = f"; steps={asked} ends the run before" if asked < steps else ""
             self._records.console.say(f"epochs={self.config.epochs}: {_count(steps, 'step')} in the data{cut}")
-        ranks, replicas = self.config.trainer.ranks, self.config.generator.replicas
-        self._records.console.say(f"starting {_count(ranks, 'trainer rank')} and {_count(replicas, 'vLLM engine')}")
+        ranks, generator = self.config.trainer.ranks, self.config.generator
+        of = f" of {generator.tensor_parallel} ranks" if generator.tensor_parallel > 1 else ""
+        self._records.console.say(f"starting {_count(ranks, 'trainer rank')} and {_count(generator.replicas, 'vLLM engine')}{of}")
         Session._open = self
         try:
             self._records.start()

@@ -139,7 +139,7 @@ async def test_both_ranks_hold_the_trainers_weights_exactly(replica: Replica, tr
 
 
 async def test_swaps_and_aborts_under_load_find_both_ranks_at_the_same_step(replica: Replica) -> None:
-    """Versions arrive, as whole images and as deltas, while requests come, end, are aborted and given up."""
+    """Versions arrive, as whole images and as deltas, while requests come, end and are aborted."""
     kept: list[tuple[list[int], Generation]] = []
     over = False
 
@@ -159,7 +159,7 @@ async def test_swaps_and_aborts_under_load_find_both_ranks_at_the_same_step(repl
         for _ in range(6):
             await replica.first.ready.call_one(await replica.publish(shards))
         async with asyncio.timeout(120):
-            while not any(generation.finish_reason == "abort" and len(generation.ids_T) for _, generation in kept):
+            while not any(generation.finish_reason == "abort" and len(generation.ids_T) for _, generation in kept):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         over = True
         await asyncio.gather(*loads)
@@ -168,6 +168,7 @@ async def test_swaps_and_aborts_under_load_find_both_ranks_at_the_same_step(repl
     first, second = await replica.states()
     assert first == second
     assert first.version == Version(0, replica.step)
+    assert first.deltas > 0
     versions = [len(set(generation.versions_T.tolist())) for _, generation in kept]
     assert max(versions) > 1, "no weights arrived while a request was under way"
     unmixed = [each for each, number in zip(kept, versions, strict=True) if number == 1]

@@ -18,11 +18,8 @@ VOCABULARY, PADDED, HIDDEN, HEADS, KV, WIDE = 7, 16, 6, 4, 2, 12
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "embed.weight": (VOCABULARY, HIDDEN),
-    **{
-        f"{part}.{kind}": shape
-        for part, rows in (("q", HEADS), ("k", KV), ("v", KV))
-        for kind, shape in (("weight", (rows, HIDDEN)), ("bias", (rows,)))
-    },
+    **{f"{part}.weight": (rows, HIDDEN) for part, rows in (("q", HEADS), ("k", KV), ("v", KV))},
+    **{f"{part}.bias": (rows,) for part, rows in (("q", HEADS), ("k", KV), ("v", KV))},
     "o.weight": (HIDDEN, HEADS),
     "o.bias": (HIDDEN,),
     "gate.weight": (WIDE, HIDDEN),

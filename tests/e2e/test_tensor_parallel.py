@@ -1,0 +1,31 @@
+"""A job whose generator is two processes that share its weights, one of which is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.jobs import SMALL, started
+
+pytestmark = pytest.mark.timeout(600)
+
+KEYS = ["generator.tensor_parallel=2", "trainer.ranks=2", "buffer.max_age=0", "steps=6", "eval.every=0", "weights.verify=every"]
+
+
+def test_two_ranks_train_with_two_that_generate_and_are_replaced_together(tmp_path: Path) -> None:
+    """Every version is held against the trainers' checksums on both ranks, and at zero lag the sampler's log-probabilities are the
+    trainer's (T=1). Case 19: who dies takes the other rank with it, and a whole replica takes their place."""
+    with started(tmp_path, *SMALL, *KEYS) as job:
+        job.until_steps(1)
+        job.kill("generator_0 1")
+        assert job.wait() == 0, job.out + job.err
+        assert job.gone_within(10) == []
+    assert job.err == ""
+    assert "generator 0 was killed by signal 9 (SIGKILL); generator 1 takes its place" in job.out.splitlines()
+    assert [row["step"] for row in job.rows] == list(range(7))
+    for row in job.rows[1:]:
+        assert row["age/max"] == 0
+        assert row["mismatch/max_abs"] <= 1e-4
+        assert row["mismatch/mean_abs"] <= 2e-6
+        assert row["mismatch/kl"] <= 1e-9
