@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import signal
 import tempfile
 from argparse import Namespace
-from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+
+from transformers import AutoConfig
 
 from benchmarks.common import JOB, Row, arguments, median, report, run_job, spread, table
 from benchmarks.engines import Caller, Work
@@ -45,8 +45,6 @@ READERS = (0, 1, 2, 4, 8)
 STOPPED = "8, one stopped"
 TENSOR_PARALLEL = (1, 2, 4)
 """Ranks of a generator; the default job's model has two key-value heads."""
-REPEATED = re.compile(r"norm$|[kv]_proj$")
-"""Modules of which every rank may need what others have too; that of row-parallel biases is in no model here."""
 PARTS = ("stall", "pause", "bandwidth", "bytes", "delta")
 
 
@@ -182,27 +180,36 @@ async def bandwidth(config: Config, plan: LoadPlan, options: Namespace) -> tuple
 
 
 async def count_bytes(config: Config, _: LoadPlan, options: Namespace) -> tuple[str, Row]:
-    """By the plans of real engines. Fails where more travels than a copy and what every rank needs."""
+    """By the plans of real engines. Fails where anything travels more or less often than every rank that needs it makes necessary."""
     rows, result = [], {}
     copy, _ = bytes_of(await engine_plans(config, 1), 1)
+    kv_heads = AutoConfig.from_pretrained(Renderer.of(config.model).directory).num_key_value_heads
     for ranks in TENSOR_PARALLEL:
         plans = await engine_plans(config, ranks)
         for trainers in (1, 2, 3, 4):
             moved, padded = bytes_of(plans, trainers)
-            beyond = moved - copy
-            kinds = Counter({kind: sum(beyond[name] for name in beyond if name.split(".")[-2] == kind) for kind in kinds_of(beyond)})
-            if moved.keys() != copy.keys() or (unmeant := [kind for kind in kinds if not REPEATED.search(kind)]):
-                raise RuntimeError(f"{trainers} trainer ranks to {ranks} of a generator move {unmeant or moved.keys() ^ copy.keys()}")
-            twice = ", ".join(f"{kind} {nbytes / copy.total():.4f}" for kind, nbytes in kinds.most_common())
-            rows.append((ranks, trainers, f"{moved.total() / copy.total():.4f}", twice or "nothing", f"{padded / copy.total():.4f}"))
-            result[f"{trainers} to {ranks}"] = {"moved": moved.total(), "copy": copy.total(), "beyond": dict(kinds), "aligned": padded}
-    header = ("generator ranks", "trainer ranks", "bytes of one pull, of the model's", "more than once", "with alignment")
+            needed = {name: nbytes * holders(name, ranks, kv_heads) for name, nbytes in copy.items()}
+            if moved != needed:
+                wrong = [name for name in copy | moved if moved[name] != needed.get(name)]
+                raise RuntimeError(
+                    f"{trainers} trainer ranks to {ranks} of a generator: {wrong} travel more or less often than they are needed"
+                )
+            beyond = {name.split(".")[-2]: 0 for name in moved - copy}
+            for name, nbytes in (moved - copy).items():
+                beyond[name.split(".")[-2]] += nbytes
+            again = ", ".join(f"{kind} {nbytes / copy.total():.4f}" for kind, nbytes in beyond.items())
+            rows.append((ranks, trainers, f"{moved.total() / copy.total():.4f}", again or "nothing", f"{padded / copy.total():.4f}"))
+            result[f"{trainers} to {ranks}"] = {"moved": moved.total(), "copy": copy.total(), "beyond": beyond, "aligned": padded}
+    header = ("generator ranks", "trainer ranks", "bytes of one pull, of the model's", "of these again", "with alignment")
     return table(header, rows), result
 
 
-def kinds_of(names: Iterable[str]) -> set[str]:
-    """The modules that tensors belong to, of all layers."""
-    return {name.split(".")[-2] for name in names}
+def holders(name: str, ranks: int, kv_heads: int) -> int:
+    """Ranks of a generator that need the same elements of a checkpoint tensor."""
+    module = name.split(".")[-2]
+    if module in ("k_proj", "v_proj"):
+        return max(1, ranks // kv_heads)
+    return ranks if module.endswith("norm") else 1
 
 
 async def engine_plans(config: Config, ranks: int) -> list[LoadPlan]:

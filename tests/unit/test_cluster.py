@@ -109,10 +109,24 @@ def test_ranks_on_several_hosts_are_equipped_in_the_order_of_ranks() -> None:
     assert (trainer.hosts, trainer.gpus) == ((1, 0), ("6", "7", "0", "1"))
 
 
+def test_ranks_of_a_generator_are_together_each_with_a_gpu_of_its_own() -> None:
+    made = config("generator.replicas=2", "generator.tensor_parallel=2", profile="cuda")
+    placed = place(made, hosts(1, "0", "1", "2"))
+    generators = [processes for processes in placed if processes.name.startswith("generator_")]
+    assert [(processes.count, processes.gpus, processes.one_engine) for processes in generators] == [
+        (2, ("1", "2"), True),
+        (2, ("0", "1"), True),
+    ]
+    with pytest.raises(ConfigError, match=r"^generator\.tensor_parallel=2: host 0 has 1 GPU, and each rank needs its own$"):
+        place(made, hosts(1, "0"))
+    assert place(made, hosts(1))[1].gpus == ()
+
+
 def test_threads_fit_the_cores() -> None:
     made = config("cluster.cpu_threads=8", "trainer.ranks=2", "generator.replicas=2")
     assert {processes.threads for processes in place(made, hosts(1, cores=8)) if processes.name.startswith(("tr", "gen"))} == {2}
     assert place(made, hosts(1, cores=2))[0].threads == 1
+    assert place(config("cluster.cpu_threads=8", "generator.tensor_parallel=3"), hosts(1, cores=8))[1].threads == 2
     assert place(config("cluster.cpu_threads=8", *attach(2)), hosts(2, cores=6))[0].threads == 6
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer, OlmoeConfig
+from transformers import AutoTokenizer, OlmoeConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
 from monarch_rl.config import Config, UserError, validate
 from monarch_rl.preflight import check, look_closely, steps_of_data
@@ -25,6 +25,29 @@ def test_a_mixture_whose_routing_cannot_be_kept_is_refused(tmp_path: Path) -> No
         check(config)
     config.generator.keep_routing = False
     check(config)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "said"),
+    [
+        (Qwen2Config(num_attention_heads=6, num_key_value_heads=3, intermediate_size=64), 4, "cannot share the 6 attention heads"),
+        (
+            Qwen2Config(num_attention_heads=4, num_key_value_heads=4, intermediate_size=66),
+            4,
+            "cannot share the 66 rows of its feed-forward layers",
+        ),
+        (Qwen2Config(num_attention_heads=12, num_key_value_heads=3, intermediate_size=64), 2, "share nor repeat the 3 key-value heads"),
+        (Qwen3MoeConfig(num_experts=4), 2, r"a mixture of experts \(qwen3_moe\) cannot be shared by ranks yet; set it to 1$"),
+    ],
+)
+def test_a_model_that_ranks_cannot_share_is_refused(model: PretrainedConfig, ranks: int, said: str, tmp_path: Path) -> None:
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_path()).save_pretrained(tmp_path)
+    config = Config(task=Sums)
+    config.model.path = str(tmp_path)
+    config.generator.tensor_parallel = ranks
+    with pytest.raises(UserError, match=rf"^generator\.tensor_parallel={ranks}: .*{said}"):
+        check(config)
 
 
 @pytest.mark.parametrize("id", [-1, 10**6])
