@@ -189,10 +189,11 @@ class Replicas:
         try:
             await self._ranks[number].shut_or_failed.call().as_asyncio()  # the first rank that is lost, all are
         except Exception as error:
-            if isinstance(root(error), EngineError):
-                return f"generator {number}: {cause(error)}"
+            failed = f"generator {number}: {cause(error)}" if isinstance(root(error), EngineError) else ""
+            if failed and self._config.generator.tensor_parallel == 1:
+                return failed
             # What the call fails with may be a consequence of the death: of a message that could not be delivered, for one.
-            return obituary(str(root(error))) or await self._meshes.obituary(_name(number)) or cause(error)
+            return obituary(str(root(error))) or await self._meshes.obituary(_name(number)) or failed or cause(error)
         return None
 
     async def _until_stuck(self, number: int) -> str:

@@ -73,7 +73,9 @@ def obituary(report: str) -> str:
     found = DEATH.search(report)
     if found is None:
         return ""
-    name = found["actor"].removesuffix("_process").replace("_", " ") + (f" {found['rank']}" if found["size"] != "1" else "")
+    name = found["actor"].removesuffix("_process").replace("_", " ")
+    if found["size"] != "1":
+        name += f", rank {found['rank']}," if name[-1].isdigit() else f" {found['rank']}"
     return f"{name} {_manner(found['why'])}"
 
 

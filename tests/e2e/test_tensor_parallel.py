@@ -22,7 +22,7 @@ def test_two_ranks_train_with_two_that_generate_and_are_replaced_together(tmp_pa
         assert job.wait() == 0, job.out + job.err
         assert job.gone_within(10) == []
     assert job.err == ""
-    assert "generator 0 was killed by signal 9 (SIGKILL); generator 1 takes its place" in job.out.splitlines()
+    assert "generator 0, rank 1, was killed by signal 9 (SIGKILL); generator 1 takes its place" in job.out.splitlines()
     assert [row["step"] for row in job.rows] == list(range(7))
     for row in job.rows[1:]:
         assert row["age/max"] == 0
