@@ -246,6 +246,8 @@ class Engine:
             failure.__cause__ = failure.__cause__ or error
             self._tell(self._fail, failure)
         finally:
+            if self._jobs.lockstep:
+                self._jobs.lockstep.close()
             if self._llm is not None:
                 self._llm.engine_core.shutdown()
 

@@ -138,6 +138,13 @@ class Lockstep:
             raise EngineError(f"another rank of the generator is gone: {error}") from error
         return found
 
+    def close(self) -> None:
+        """The other ranks hear of it when they next want to go on."""
+        import torch.distributed as dist
+
+        dist.destroy_process_group(self._group)
+        del self._group
+
     def _broadcast(self, tensor: Tensor) -> None:
         import torch.distributed as dist
 

@@ -187,7 +187,7 @@ class Replicas:
     async def _until_dead(self, number: int) -> str | None:
         """Why a replica can serve no more; None when it has been shut."""
         try:
-            await self._ranks[number].shut_or_failed.call().as_asyncio()  # the first rank that is lost, all are
+            await self._until_rank_dead(number)
         except Exception as error:
             failed = f"generator {number}: {cause(error)}" if isinstance(root(error), EngineError) else ""
             if failed and self._config.generator.tensor_parallel == 1:
@@ -195,6 +195,21 @@ class Replicas:
             # What the call fails with may be a consequence of the death: of a message that could not be delivered, for one.
             return obituary(str(root(error))) or await self._meshes.obituary(_name(number)) or failed or cause(error)
         return None
+
+    async def _until_rank_dead(self, number: int) -> None:
+        """Of any rank, by which all are lost."""
+        ranks: Any = self._ranks[number]
+        watched = [
+            asyncio.ensure_future(ranks.slice(tp=rank).shut_or_failed.call_one().as_asyncio())
+            for rank in range(self._config.generator.tensor_parallel)
+        ]
+        try:
+            done, _ = await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            for ended in done:
+                ended.result()
+        finally:
+            for watch in watched:
+                watch.cancel()
 
     async def _until_stuck(self, number: int) -> str:
         """Says so when a replica that has something to decode has taken no step for `generator.hang_s`.
