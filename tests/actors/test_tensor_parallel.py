@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import monarch.actor
 import pytest
 import pytest_asyncio
 import torch
@@ -20,6 +21,7 @@ from monarch.spmd import setup_torch_elastic_env_async
 from transformers import PreTrainedModel
 
 from actors.metrics import Metrics
+from actors.process import Process
 from actors.publisher import Publisher
 from monarch_rl.cluster import local
 from monarch_rl.cluster.placement import Processes
@@ -96,6 +98,10 @@ async def replica(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rep
     await setup_torch_elastic_env_async(meshes[0])
     plans = list((await ranks.start.call(ranks)).values())
     yield Replica(config, ranks, plans, environment)
+    # As a session does it, and for the rest of this process: the interpreter's own way out stops gloo's threads in the middle.
+    monarch.actor.unhandled_fault_hook = lambda failure: None
+    await meshes[0].spawn("process", Process).end.call(0.1)
+    await asyncio.sleep(0.2)
     await asyncio.gather(*[mesh.stop() for mesh in meshes])
 
 
