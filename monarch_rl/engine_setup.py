@@ -111,6 +111,8 @@ def build_llm(
     if cpu:
         arguments = _cpu_arguments(arguments)
     llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    if tensor_parallel > 1:
+        _leave_no_names()
     try:
         _warm_up(llm)
     except Exception:
@@ -133,6 +135,16 @@ def _meet_at_a_port() -> None:
         return address, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
 
     ExecutorWithExternalLauncher._distributed_args = place
+
+
+def _leave_no_names() -> None:
+    """Of memory that ranks share: it goes with the last process then, however that ends. All of them have it by now."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    group.mq_broadcaster = None  # for engines with a scheduler for all ranks
+    if name := getattr(getattr(group.device_communicator, "dist_module", None), "group_name", ""):  # on CPUs
+        Path(f"/dev/shm/{name}_{group.rank_in_group}").unlink(missing_ok=True)
 
 
 def _warm_up(llm: Any) -> None:

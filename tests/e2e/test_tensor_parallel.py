@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,14 @@ KEYS = ["generator.tensor_parallel=2", "trainer.ranks=2", "buffer.max_age=0", "s
 def test_two_ranks_train_with_two_that_generate_and_are_replaced_together(tmp_path: Path) -> None:
     """Every version is held against the trainers' checksums on both ranks, and at zero lag the sampler's log-probabilities are the
     trainer's (T=1). Case 19: who dies takes the other rank with it, and a whole replica takes their place."""
+    names = set(os.listdir("/dev/shm"))
     with started(tmp_path, *SMALL, *KEYS) as job:
         job.until_steps(1)
         job.kill("generator_0 1")
         assert job.wait() == 0, job.out + job.err
         assert job.gone_within(10) == []
     assert job.err == ""
+    assert [name for name in set(os.listdir("/dev/shm")) - names if "-tp:" in name] == []
     assert "generator 0, rank 1, was killed by signal 9 (SIGKILL); generator 1 takes its place" in job.out.splitlines()
     assert [row["step"] for row in job.rows] == list(range(7))
     for row in job.rows[1:]:
