@@ -26,6 +26,8 @@ TELL_DEADLINE_S = 60.0
 LOOKS = 4
 """So many in a row must see a replica stand still before it is taken for stuck."""
 NO_ANSWER = -1
+SILENT = "timeout waiting for message from proc mesh agent"
+"""How Monarch puts it when a process died just as it was asked how it is; it waits half a minute for the answer."""
 BACK_OFF_S = 1.0
 """Before the second replacement in a row; twice as long before each further one."""
 MOST_BACK_OFF_S = 60.0
@@ -189,11 +191,13 @@ class Replicas:
         try:
             await self._until_rank_dead(number)
         except Exception as error:
+            text = str(root(error))
             failed = f"generator {number}: {cause(error)}" if isinstance(root(error), EngineError) else ""
             if failed and self._config.generator.tensor_parallel == 1:
                 return failed
             # What the call fails with may be a consequence of the death: of a message that could not be delivered, for one.
-            return obituary(str(root(error))) or await self._meshes.obituary(_name(number)) or failed or cause(error)
+            silent = f"generator {number}: its process does not answer" if SILENT in text else ""
+            return obituary(text) or await self._meshes.obituary(_name(number)) or silent or failed or cause(error)
         return None
 
     async def _until_rank_dead(self, number: int) -> None:
