@@ -188,10 +188,10 @@ class Engine:
             raise EngineError("the engine holds no weights yet: nothing can be generated before the first swap")
         # Before the promise: one that nobody awaits would be heard of when the engine closes.
         room = room_for(ids, sampling, self._llm.model_config, self._context)
-        call = Call(self._promise(), len(seeds))
+        call = Call(future := self._promise(), len(seeds))
         self._jobs.put(Job(methodcaller("_admit", call, seeds, list(ids), sampling, room)))
         try:
-            return [generation_of(output, self._recorded) for output in await call.future]
+            return [generation_of(output, self._recorded) for output in await future]
         except asyncio.CancelledError:
             self._jobs.put(Job(methodcaller("_abandon", list(seeds))))
             raise

@@ -102,7 +102,7 @@ def build_llm(
     experts = experts_to_keep(model_path) if keep_routing else None
     # vLLM's own switches need its second model runner, which there is not on CPUs.
     switches = {"return_sampling_mask": keep_masks, "enable_return_routed_experts": experts is not None}
-    own = {"skip_tokenizer_init": not stop_texts} | ({} if cpu else {name: True for name, on in switches.items() if on})
+    own: dict[str, Any] = {"skip_tokenizer_init": not stop_texts} | ({} if cpu else {name: True for name, on in switches.items() if on})
     own["tensor_parallel_size"] = tensor_parallel
     if tensor_parallel > 1:
         own["distributed_executor_backend"] = "external_launcher"
