@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from monarch_rl.engine_channels import Recorded
 from monarch_rl.engine_requests import Call, count_tokens, generation_of, request_parameters, room_for
 from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, salt_anew, tensor_shapes, unpack
-from monarch_rl.lockstep import Job, Jobs, Lockstep
+from monarch_rl.lockstep import Job, Jobs, Lockstep, meet
 from monarch_rl.types import Generation, Sampling, Version
 
 if TYPE_CHECKING:
@@ -369,6 +369,8 @@ class Engine:
 
         from monarch_rl.weights.plan import record
 
+        if self._tensor_parallel > 1:
+            meet()
         self._llm, self._recorded = self._build_llm()
         self._context = int(self._llm.model_config.max_model_len)
         count_tokens(self._llm, self._count)

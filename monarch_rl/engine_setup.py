@@ -83,7 +83,7 @@ def build_llm(
 ) -> tuple[Any, Recorded]:
     """An LLMEngine that has sampled one token, so that what this machine cannot run fails now and not at the first request.
 
-    Where several ranks share the weights all of them build theirs at the same time; the environment tells each who it is, as torchrun's.
+    Where several ranks share the weights all of them build theirs at the same time, when they have met (see `lockstep`).
 
     Raises:
         EngineError: vLLM has no such setting, it breaks what is promised here, or the model's routing cannot be kept.
@@ -106,13 +106,10 @@ def build_llm(
     own["tensor_parallel_size"] = tensor_parallel
     if tensor_parallel > 1:
         own["distributed_executor_backend"] = "external_launcher"
-        _meet_at_a_port()
     arguments = _arguments(overrides, known, model=model_path, dtype=dtype, seed=seed, **own)
     if cpu:
         arguments = _cpu_arguments(arguments)
     llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
-    if tensor_parallel > 1:
-        _leave_no_names()
     try:
         _warm_up(llm)
     except Exception:
@@ -123,28 +120,6 @@ def build_llm(
     if cpu and experts:
         record_routing(llm, experts)
     return llm, Recorded(int(llm.model_config.get_vocab_size()), keep_masks, experts)
-
-
-def _meet_at_a_port() -> None:
-    """By itself vLLM has its ranks meet where the environment says, and calls their shared memory on CPUs after the place without its port:
-    the same for all generators of a host."""
-    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
-
-    def place(_: Any) -> tuple[str, int, int]:
-        address = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        return address, int(os.environ["RANK"]), int(os.environ["LOCAL_RANK"])
-
-    ExecutorWithExternalLauncher._distributed_args = place
-
-
-def _leave_no_names() -> None:
-    """Of memory that ranks share: it goes with the last process then, however that ends. All of them have it by now."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    group = get_tp_group()
-    group.mq_broadcaster = None  # for engines with a scheduler for all ranks
-    if name := getattr(getattr(group.device_communicator, "dist_module", None), "group_name", ""):  # on CPUs
-        Path(f"/dev/shm/{name}_{group.rank_in_group}").unlink(missing_ok=True)
 
 
 def _warm_up(llm: Any) -> None:

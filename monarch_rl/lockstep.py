@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pickle
 import time
 import zlib
@@ -15,9 +16,11 @@ from array import array
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from itertools import chain
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from monarch_rl.cluster.local import loopback_store
 from monarch_rl.engine_setup import EngineError
 from monarch_rl.observe import timeline
 
@@ -84,12 +87,28 @@ class Jobs:
         return job
 
 
+def meet() -> None:
+    """Have the ranks of a generator, all on one host, find each other before they build their engines.
+
+    The environment tells each who it is, as torchrun's. By itself vLLM would listen on every interface, and call the memory that ranks
+    share on CPUs after the meeting place without its port: the same for all generators of a host.
+    """
+    import torch.distributed as dist
+    from vllm.platforms import current_platform
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    rank, ranks, local_rank, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"))
+    dist.init_process_group(current_platform.dist_backend, store=loopback_store(rank, ranks, port), rank=rank, world_size=ranks)
+    ExecutorWithExternalLauncher._distributed_args = lambda _: (f"tcp://127.0.0.1:{port}", rank, local_rank)
+
+
 class Lockstep:
-    """To be made, and called, by the engine threads of all ranks alike."""
+    """To be made, and called, by the engine threads of all ranks alike, when they have built their engines."""
 
     def __init__(self, llm: Any) -> None:
         import torch.distributed as dist
 
+        _leave_no_names()
         self._group = dist.new_group(backend="gloo", timeout=FOREVER)
         self._ranks, self._rank = dist.get_world_size(), dist.get_rank()
         self._sampled = 0
@@ -164,3 +183,13 @@ class Lockstep:
             return outputs
 
         core.get_output = watched
+
+
+def _leave_no_names() -> None:
+    """Of memory that ranks share: it goes with the last process then, however that ends. All of them have it by now."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group = get_tp_group()
+    group.mq_broadcaster = None  # for engines with a scheduler for all ranks
+    if name := getattr(getattr(group.device_communicator, "dist_module", None), "group_name", ""):  # on CPUs
+        Path(f"/dev/shm/{name}_{group.rank_in_group}").unlink(missing_ok=True)
