@@ -52,6 +52,7 @@ class Running:
         self._go.set()
         self._begun = asyncio.Event()
         self._publishing = asyncio.Lock()
+        self._setting = asyncio.Lock()
         self._turn = asyncio.Lock()  # held by a step, and by what must stand between two steps
         self._keeper: asyncio.Task[None] | None = None
         self._step_in_progress: asyncio.Task[Mapping[str, float] | None] | None = None
@@ -96,8 +97,8 @@ class Running:
         elif version == self._published:
             return  # the loop asks for it whenever it begins
         async with self._turn:
-            self._published = self.version
             await answer(self._trainers.publish.call(self.version), "trainers (publish)", START_DEADLINE_S)
+            self._published = self.version
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
