@@ -16,6 +16,7 @@ from monarch_rl.evaluation import Evaluated, evaluate
 from monarch_rl.lives import Progress
 from monarch_rl.meshes import START_DEADLINE_S, ActorDied, Meshes
 from monarch_rl.observe.metrics import trainer_figures
+from monarch_rl.recorded import Witness
 from monarch_rl.records import Records
 from monarch_rl.replicas import Replicas, Source
 from monarch_rl.supervise import answer, ended, root
@@ -199,6 +200,7 @@ class Running:
         await self._meshes.open()
         if url := self._meshes.hosts.dashboard.url:
             self._records.console.say(f"Monarch's dashboard: {url} on {socket.gethostname()}")
+        self._witness = Witness(self.config, resumed.exact)
         self._spawn_actors(found, resumed.keep_groups)
         from monarch.spmd import setup_torch_elastic_env_async
 
@@ -292,15 +294,17 @@ class Running:
                 ranks = list((await self._trainers.step.call(step)).values())
             except Exception as error:
                 raise Halted(f"stopped before step {step}") if self._halted else error from None
-            for rank, (_, spans) in enumerate(ranks):
-                self._records.spans(f"trainer {rank}", spans)
-            if not ranks[0][0]:
+            for rank, stepped in enumerate(ranks):
+                self._records.spans(f"trainer {rank}", stepped.spans)
+            if not ranks[0].figures:
                 self._set_steps(step - 1)
                 return None
             self._records.step = step
+            if fingerprints := [stepped.weights for stepped in ranks if stepped.weights]:
+                self._witness.see(step, fingerprints)
             if step % self.config.weights.every == 0 or step == self.config.steps:
                 self._published = self.version
-            self._unrecorded = step, trainer_figures([figures for figures, _ in ranks])
+            self._unrecorded = step, trainer_figures([stepped.figures for stepped in ranks])
             return self._unrecorded[1]
 
     def _set_steps(self, steps: int) -> None:
