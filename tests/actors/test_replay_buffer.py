@@ -42,10 +42,8 @@ class Count(Task):
     def reward(self, prompt, completion):
         return 0.0
 
-class Course(Count):
-    """Three rows; one that has earned more than a half is left out in the epoch that follows."""
+class Course(Count):  # three rows; one that has earned more than a half is left out in the epoch that follows
     name = "course"
-    size = 3
     def prompt(self, ordinal, split):
         return Prompt(ordinal, f"row {ordinal % 3}")
     def skip(self, prompt, past):
@@ -436,7 +434,7 @@ async def test_what_no_longer_fits_is_sampled_again(make: Make, tmp_path: Path) 
 
 async def test_a_task_leaves_out_what_is_solved_also_after_a_resume(make: Make, tmp_path: Path) -> None:
     """Three epochs of three rows, the second of which is solved in the first: dropped with its reason, and another takes its place."""
-    keys = {"task": "Course", "prompts_per_step": 3, "max_age": 0, "epochs": 3}
+    keys = {"task": "Course", "task_args": {"size": 3}, "prompts_per_step": 3, "max_age": 0, "epochs": 3}
     first = make(**keys)
     claims = await claim(first, 3)
     for (lease, prompt), rewards in zip(claims, [(0.0, 1.0), (0.5, 1.0), (0.0, 0.5)], strict=True):
