@@ -22,6 +22,7 @@ CHANGEABLE = (
     "buffer.max_age",
     "eval.every",
     "eval.prompts",
+    "eval.pin",
     "checkpoint.every",
     "checkpoint.keep",
     "console.rollouts_every",

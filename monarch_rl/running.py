@@ -319,6 +319,11 @@ class Running:
 
     async def _evaluated(self, prompts: int, min_step: int, task: TaskSpec | None = None) -> Evaluated:
         workers: list[RolloutWorker] = [self._rollouts.slice(worker=i) for i in range(self.config.rollout.workers)]
+        while self.config.eval.pin:
+            async with self._replicas.pinned(min_step) as replica:
+                evaluated = await evaluate(workers, prompts, min_step, task, replica)
+            if not evaluated.mixed:  # else the replica was lost
+                return evaluated
         return await evaluate(workers, prompts, min_step, task)
 
 
