@@ -128,6 +128,22 @@ def test_lost_claims_in_flight_stay_within_the_budget() -> None:
     assert all(50 - lease.min_step <= 1 for lease in again)
 
 
+def test_a_resumed_run_has_no_more_in_flight_than_before() -> None:
+    """Case 1: S=1, P=4; killed after 50 steps with eight in flight: eight are leased again, and no more."""
+    first = Ledger(prompts_per_step=4, max_age=1)
+    for step in range(50):
+        score_all(first, claim_all(first, step))
+        assert first.take(step + 1) is not None
+        first.trained(step + 1)
+    held = claim_all(first, step=50)
+    second = Ledger(prompts_per_step=4, max_age=1)
+    second.load_state_dict(first.state_dict())
+    again = claim_all(second, step=50)
+    assert [(lease.ordinal, lease.min_step) for lease in again] == [(lease.ordinal, lease.min_step) for lease in held]
+    assert second.counts.leased + second.counts.scored == 8
+    assert all(50 - lease.min_step <= 1 for lease in again)
+
+
 def test_order_and_window() -> None:
     """Window 1: nothing overtakes. Window 3: two groups may overtake the unfinished head, and no more."""
     for window, ready in ((1, None), (3, [1, 2])):
