@@ -102,7 +102,7 @@ def _of_replay(config: Config, task: Task) -> Resumed:
     now = settings(config, task)
     changed = [name for name in _changed(now, then) if _named(name, TRAINED_BY)]
     known = len(recorded.fingerprints(Path(config.replay)))
-    compared = f"; weights are compared after {known} of them" if known and not changed else ""
+    compared = f"; on CPUs the weights are compared after {known} of them" if known and not changed else ""
     return Resumed(
         [f"replay: {steps} recorded steps{compared}"]
         + [

@@ -84,7 +84,7 @@ def test_a_replay_reaches_the_same_weights(killed: Job, tmp_path: Path) -> None:
     assert killed.process.returncode == 0, killed.err
     replay = finished(tmp_path, *DATA[:-2], f"replay={killed.output_dir}")
     assert replay.process.returncode == 0, replay.err
-    assert "replay: 10 recorded steps; weights are compared after 10 of them" in replay.out
+    assert "replay: 10 recorded steps; on CPUs the weights are compared after 10 of them" in replay.out
     exact = ("loss/policy", "grad_norm", "lr", "entropy", "ratio/mean", "ratio/max", "tokens/trained", "reward/mean", "age/max")
     for was, now in zip(killed.rows[1:], replay.rows[1:], strict=True):
         assert [now[key] for key in exact] == [was[key] for key in exact], f"step {was['step']}"
