@@ -110,15 +110,14 @@ class Replicas:
         """A replica that keeps the weights which it holds, at least those of `min_step`, while the body runs. Rollouts that need newer
         ones go to others, or wait where there are none."""
         async with self._pinning:
-            number = min(self.live)
-            generator = self.live[number]
+            number, step = await self._pin(min_step)
             try:
-                step = await answer(generator.pin.call_one(min_step), f"generator {number} (pin)", START_DEADLINE_S)
                 await answer(self._rollouts.pin_generator.call(number, step), "rollout workers (pin)", TELL_DEADLINE_S)
                 yield number
             finally:
-                with contextlib.suppress(Exception):  # it may be dead by now
-                    await answer(generator.unpin.call_one(), f"generator {number} (unpin)", LEAVE_DEADLINE_S)
+                if number in self.live:
+                    with contextlib.suppress(Exception):  # it may be dead all the same
+                        await answer(self.live[number].unpin.call_one(), f"generator {number} (unpin)", LEAVE_DEADLINE_S)
                 await answer(self._rollouts.pin_generator.call(number, None), "rollout workers (unpin)", TELL_DEADLINE_S)
 
     async def scale(self, count: int) -> None:
@@ -140,6 +139,17 @@ class Replicas:
         except Exception as error:
             if not is_lost(error):  # `_tend` hears of it too, and sees to it
                 raise
+
+    async def _pin(self, min_step: int) -> tuple[int, int]:
+        """The number of a replica, and the step that it keeps to. One that is lost before it answers is replaced meanwhile."""
+        while True:
+            number = min(self.live)
+            try:
+                return number, await answer(self.live[number].pin.call_one(min_step), f"generator {number} (pin)", START_DEADLINE_S)
+            except Exception as error:
+                if not is_lost(error):
+                    raise
+            await asyncio.sleep(BACK_OFF_S)
 
     async def _unfollow(self, number: int) -> None:
         await answer(self.live[number].unfollow.call_one(), f"generator {number} (stop pulling)", LEAVE_DEADLINE_S)
