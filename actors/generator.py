@@ -197,7 +197,7 @@ class Generator(Actor):
             self._pulls.too_slow = reader.too_slow
             self._report_soon()
             return
-        if self._pinned:  # meanwhile; there will be a newer one when it is over
+        if self._pinned:  # meanwhile; what is newest when that is over is pulled then
             return
         pulled_ns = time.time_ns()
         pause_s = await self._swap(puller, target.version)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -169,7 +169,7 @@ class Session(Running):
                 setattr(getattr(self.config, section), field, now)
         return Table("changed", ("key", "was", "is"), [(key, was, now) for key, (was, now) in changed.items()])
 
-    def _listeners(self, changed: Iterable[str]) -> dict[str, Callable[[Config], Awaitable[Any]]]:
+    def _listeners(self, changed: Iterable[str]) -> Mapping[str, Callable[[Config], Awaitable[Any]]]:
         """The actors that go by these keys, by name, and how they are told."""
 
         async def learning_rate(config: Config) -> None:
