@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from actors.scorer import Scorer
     from monarch_rl.tasks import Task, TaskSpec
 
+CLOSE_S = 10.0
+"""For an orderly end of all processes, once nothing more is to be saved."""
 STOP_S = 1.0
 """For Monarch to take note, when all processes have ended."""
 
@@ -177,6 +179,23 @@ class Running:
         self._halted = True
         self._go.set()
         await answer(self._buffer.close.call_one(), "replay buffer (close)", 30.0)
+
+    @property
+    def worth_saving(self) -> bool:
+        """Whether a step was begun, after which `stop` writes a checkpoint."""
+        return self._step_in_progress is not None and not self.config.replay
+
+    async def stop(self) -> Path | None:
+        """After training was cancelled: wait for the step in progress where its batch is complete, record it, and see that there is a
+        checkpoint of it, which is returned. None: no step is done."""
+        await self.halt()
+        async with self.background():
+            version = await self.restore()
+            await self.checkpoints()
+            folder = checkpoint.folder_of(self.output_dir, version.step)
+            if version.step and not folder.exists():
+                await self.checkpoint()
+        return folder if version.step else None
 
     async def save_model(self) -> Path:
         """Write the trained model as a Hugging Face directory."""
