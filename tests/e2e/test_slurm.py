@@ -73,7 +73,7 @@ def test_two_jobs_share_the_nodes_and_one_is_cancelled(tmp_path: Path) -> None:
             assert other.wait() == 130, other.err
             until_free(slurm_id(other))
             assert other.err == f"error: interrupted; Slurm job {slurm_id(other)} is gone\n"
-            assert re.search(r"^error: interrupted after step \d+: resume=latest goes on from .*step_\d+$", other.out, re.MULTILINE), other.out
+            assert re.search(r"^error: interrupted after step \d+: resume=latest goes on from .*step_\d+$", other.out, re.M), other.out
         assert one.wait() == 0, one.out + one.err
         until_free(slurm_id(one))
     rewards = [row["reward/mean"] for row in one.rows[1:]]
