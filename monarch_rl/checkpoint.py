@@ -166,21 +166,21 @@ class Saver:
         import torch
 
         with torch.no_grad():
-            if self._where != [tensor.data_ptr() for tensor in _held(learner)]:
-                return self._lay_out(learner)
+            held = _held(learner)
+            if self._where != [tensor.data_ptr() for tensor in held]:
+                return self._lay_out(learner, pinned=held[0].is_cuda)
             for copy, tensor in self._pairs:
                 copy.copy_(tensor, non_blocking=True)
-        if learner.device.type == "cuda":
-            torch.cuda.current_stream().synchronize()
+            if held[0].is_cuda:
+                torch.cuda.current_stream().synchronize()
 
-    def _lay_out(self, learner: Learner) -> None:
+    def _lay_out(self, learner: Learner, pinned: bool) -> None:
         """A first copy, which those that follow are written over."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-        pinned = learner.device.type == "cuda"
-        plain = StagingOptions(use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
+        at_once = StagingOptions(use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
         state = _state(learner)
-        self._copy = DefaultStager(plain).stage(state)  # type: ignore[assignment]  # no Future without async staging
+        self._copy = DefaultStager(at_once).stage(state)  # type: ignore[assignment]  # a Future with async staging only
         pairs = zip(_tensors(self._copy), _tensors(state), strict=True)
         self._pairs = list({copy.data_ptr(): (copy, tensor) for copy, tensor in pairs}.values())  # a tied weight has two names
         self._where = [tensor.data_ptr() for tensor in _held(learner)]
@@ -259,7 +259,7 @@ def _optimizer_state(learner: Learner) -> dict[str, Any]:
 
 def _held(learner: Learner) -> list[Tensor]:
     """This rank's shards of weights and moments."""
-    return list(_tensors([*learner.parameters, *learner.optimizer.state.values()]))
+    return list(_tensors([*learner.model.parameters(), *learner.optimizer.state.values()]))
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

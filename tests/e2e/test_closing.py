@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
 
@@ -117,6 +118,19 @@ def test_signals_while_it_trains(number: int, code: int, tmp_path: Path) -> None
         assert job.wait() == code
         assert job.gone_within(GONE_S) == []
         assert number != SIGKILL or job.err == "", "what dies with its controller says nothing"
+
+
+@pytest.mark.timeout(400)
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tmp_path: Path) -> None:
+    """And not with the next one. The folder's place is taken by a file, which root cannot write into either."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "checkpoints").touch()
+    job = finished(tmp_path, *LONG, "checkpoint.every=8", "resume=latest")
+    assert job.process.returncode == 1
+    assert job.gone_within(GONE_S) == []
+    folder = job.output_dir / "checkpoints" / ".step_8"
+    assert re.fullmatch(rf"error: the checkpoint cannot be written in {folder}: .*Not a directory.* \(whole story in \S+\)\n", job.err), job.err
+    assert 8 <= job.rows[-1]["step"] < 16
 
 
 @pytest.mark.timeout(500)
