@@ -129,7 +129,8 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tmp_path: Path
     assert job.process.returncode == 1
     assert job.gone_within(GONE_S) == []
     folder = job.output_dir / "checkpoints" / ".step_8"
-    assert re.fullmatch(rf"error: the checkpoint cannot be written in {folder}: .*Not a directory.* \(whole story in \S+\)\n", job.err), job.err
+    said = rf"error: the checkpoint cannot be written in {folder}: .*Not a directory.* \(whole story in \S+\)\n"
+    assert re.fullmatch(said, job.err), job.err
     assert 8 <= job.rows[-1]["step"] < 16
 
 
