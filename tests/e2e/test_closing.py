@@ -45,6 +45,7 @@ def test_ctrl_c_while_it_trains_saves_and_the_run_goes_on_from_there(tmp_path: P
     """Case 71."""
     with started(tmp_path, *LONG) as job:
         job.until_steps(2)
+        assert set().union(*job.listens().values()) <= {"127.0.0.1"}, f"open to others: {job.listens()}"
         job.signal(SIGINT)
         step = assert_saved(job, 130)
         assert (job.output_dir / "timeline.json").is_file()
