@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from monarch_rl.cluster.child import CONTROLLER
 from monarch_rl.cluster.link import Host
@@ -19,7 +19,6 @@ from monarch_rl.observe.quiet import silent_stderr
 if TYPE_CHECKING:
     from monarch._rust_bindings.monarch_hyperactor.shape import Point
     from monarch.actor import HostMesh, ProcMesh
-    from torch.distributed import TCPStore
 
 ROLE = "MONARCH_RL_PROCESS"
 """Variable that tells which process of a run one is, e.g. `trainer 0`; the command lines are all alike (`ps e` shows it)."""
@@ -38,9 +37,9 @@ def environment(config: Config) -> dict[str, str]:
     return {**MONARCH_ENVIRONMENT, **engine_environment(cpu=config.profile != "cuda"), **quiet, **tcp, **loopback}
 
 
-def loopback_store(rank: int, world: int, port: int) -> TCPStore:
+def loopback_store(rank: int, world: int, port: int) -> Any:
     """Where the ranks of one host meet. The one that torch makes by itself listens on every interface."""
-    from torch.distributed import TCPStore
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     listening = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None
     return TCPStore("127.0.0.1", port, world, rank == 0, master_listen_fd=listening)
