@@ -14,6 +14,7 @@ from pathlib import Path
 
 from monarch_rl import arrays
 from monarch_rl.config import Config, UserError
+from monarch_rl.disk import dropped, on_disk
 from monarch_rl.observe.rollouts import reopen
 from monarch_rl.types import Group
 
@@ -27,8 +28,10 @@ def write(output_dir: Path, step: int, groups: Sequence[Group]) -> None:
     folder = output_dir / RECORD
     folder.mkdir(parents=True, exist_ok=True)
     about, columns = arrays.pack(groups)
-    arrays.write(folder / f".step_{step}.npz", about, columns)
-    os.replace(folder / f".step_{step}.npz", folder / f"step_{step}.npz")
+    draft = folder / f".step_{step}.npz"
+    with dropped(draft):
+        arrays.write(draft, about, columns)
+        os.replace(draft, folder / f"step_{step}.npz")
 
 
 def read(output_dir: Path, step: int) -> list[Group] | None:
@@ -65,7 +68,8 @@ def fingerprints(output_dir: Path) -> dict[int, list[str]]:
     """By step, what the weights of each trainer rank were after it. Raises UserError: the file is damaged."""
     path = output_dir / RECORD / WEIGHTS
     try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        lines = [json.loads(line) for line in text.split("\n")[:-1]]  # a run that was killed may have left a part of one
         return {line["step"]: line["ranks"] for line in lines}
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{path}: cannot be read: {error}") from None
@@ -87,7 +91,7 @@ class Witness:
             UserError: they are not those that were recorded.
         """
         if self._file is not None:
-            with self._file.open("a", encoding="utf-8") as file:
+            with on_disk(self._file), self._file.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, "ranks": list(ranks)}) + "\n")
         expected = self._expected.get(step, list(ranks))
         if differ := [rank for rank, (was, now) in enumerate(zip(expected, ranks, strict=True)) if was != now]:

@@ -30,6 +30,8 @@ def test_steps_are_read_as_they_were_written(tmp_path: Path) -> None:
         witness.see(step, [f"{step:x}", "0"])
     recorded.cut(tmp_path, after=2)
     assert recorded.check(tmp_path) == 2
+    with (tmp_path / "record" / "weights.jsonl").open("a") as file:
+        file.write('{"step": 3, "ra')  # killed
     assert recorded.fingerprints(tmp_path) == {1: ["1", "0"], 2: ["2", "0"]}
     recorded.cut(tmp_path, after=0)
     with pytest.raises(UserError, match="a run records its groups with record=true"):
