@@ -56,7 +56,8 @@ class Sequential:
         model = load_causal_lm(config.model.path)
         self.learner = Learner(model, config.trainer, total_steps=config.steps, device_mesh=mesh)
         for step in range(1, config.steps + 1):
-            await self.engine.swap(self.write, Version(0, step - 1))
+            self.engine.stage(self.write, Version(0, step - 1))
+            await self.engine.swap(Version(0, step - 1))
             groups = sorted(await self.groups(), key=lambda group: group.ordinal)
             (shard,) = make_shards(groups, step, 1, config.trainer.tokens_per_microbatch)
             self.learner.step(shard)
