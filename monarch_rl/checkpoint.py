@@ -28,6 +28,8 @@ PROGRESS = "progress.json"
 LEDGER = "ledger.npz"
 GROUPS = "groups.npz"
 PREFIX = "step_"
+BASE = "base"
+"""Of what the trainers write: the digest of the base model, with adapters."""
 
 
 def folder_of(output_dir: Path, step: int) -> Path:
@@ -152,13 +154,16 @@ class Saver:
 
 def load(learner: Learner, folder: Path) -> None:
     """Collective. Model and optimizer go on as they were; weights of another model are refused by torch, with their names."""
-    from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
 
     state = _state(learner)
     with _one_line(UserError, f"resume={folder}: does not fit this model, or is damaged"):
         load(state, checkpoint_id=folder)
-    set_state_dict(learner.model, learner.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    if state.get(BASE, learner.base) != learner.base:
+        raise UserError(f"resume={folder}: its adapters were trained on other weights than those of model.path")
+    options = StateDictOptions(strict=not learner.adapted)  # the base is not in it
+    set_state_dict(learner.model, learner.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"], options=options)
 
 
 @contextlib.contextmanager
@@ -173,7 +178,12 @@ def _one_line(kind: type[Exception], what: str) -> Iterator[None]:
 
 
 def _state(learner: Learner) -> dict[str, Any]:
+    """Of the model what is trained; of a base that adapters are trained on its digest."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     model, optimizer = get_state_dict(learner.model, learner.optimizer)
-    return {"model": model, "optimizer": optimizer}
+    if not learner.adapted:
+        return {"model": model, "optimizer": optimizer}
+    trained = {name for name, parameter in learner.model.named_parameters() if parameter.requires_grad}
+    kept = {name: weight for name, weight in model.items() if name in trained}
+    return {"model": kept, "optimizer": optimizer, BASE: learner.base}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,10 +22,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from monarch_rl.algorithms.logprobs import Kept, token_logprobs
-from monarch_rl.config import UserError
+from monarch_rl.config import LoraConfig, UserError
 from monarch_rl.rendering import local_directory
 from monarch_rl.router_replay import Replay
 from monarch_rl.types import MASK, ROUTING, Rows
+from monarch_rl.weights import adapters
 
 disable_progress_bar()  # several ranks would draw over each other and over the console
 
@@ -157,17 +160,76 @@ def decoder_layers(causal_lm: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
 
 
-def local_shards(model: PolicyModel) -> dict[str, Tensor]:
-    """This rank's rows of each weight (may be none), float32, sharing memory with the live parameters.
+def add_adapters(causal_lm: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTrainedModel:
+    """Puts an adapter that changes nothing yet on every target and freezes all else, in place.
 
-    Keys are the Hugging Face names of `named_parameters()`: a tied head is not listed beside its embedding.
+    Args:
+        seed: of the adapters' first values, which are the same in every process.
+
+    Raises:
+        UserError: a target is no linear layer of the model.
     """
-    return {name: p.to_local() if isinstance(p, DTensor) else p.data for name, p in model.causal_lm.named_parameters()}
+    adapters.adapted_layers(causal_lm, lora)
+    from peft import LoraConfig as PeftConfig  # takes seconds
+
+    causal_lm.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # No dropout: the ratio to the sampler must be 1 where weights are equal.
+        causal_lm.add_adapter(PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), task_type="CAUSAL_LM"))
+    return causal_lm
+
+
+@contextmanager
+def without_adapters(causal_lm: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model computes what its base model would. (peft's own switch touches `requires_grad`, which FSDP2 has settled.)"""
+    layers = [module for module in causal_lm.modules() if hasattr(module, "lora_A")]
+    for layer in layers:
+        layer.set_scale(adapters.NAME, 0)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(adapters.NAME, 1)
+
+
+def has_adapters(causal_lm: PreTrainedModel) -> bool:
+    return any("lora_A" in name for name, _ in causal_lm.named_parameters())
+
+
+def base_weights(causal_lm: PreTrainedModel) -> dict[str, Tensor]:
+    """Live parameters by their Hugging Face names, adapters left out; a tied head is not listed beside its embedding."""
+    named = causal_lm.named_parameters()
+    return {name.replace(".base_layer.", "."): p.detach() for name, p in named if f".{adapters.NAME}." not in name}
+
+
+def adapter_weights(causal_lm: PreTrainedModel) -> dict[str, Tensor]:
+    """Live parameters of the adapters, by the names that they have in peft's files."""
+    infix = f".{adapters.NAME}."
+    return {f"base_model.model.{name.replace(infix, '.')}": p.detach() for name, p in causal_lm.named_parameters() if infix in name}
+
+
+def travelling(model: PolicyModel) -> dict[str, Tensor]:
+    """What generators are sent: all weights, or the adapters, whose B has the scale multiplied in."""
+    if not has_adapters(model.causal_lm):
+        return base_weights(model.causal_lm)
+    scale = _scale(model.causal_lm)
+    return {name: p * scale if "lora_B" in name else p for name, p in adapter_weights(model.causal_lm).items()}
+
+
+def local_shards(model: PolicyModel) -> dict[str, Tensor]:
+    """This rank's rows (may be none) of what travels, float32; weights and A share memory with the live parameters."""
+    return {name: p.to_local() if isinstance(p, DTensor) else p for name, p in travelling(model).items()}
 
 
 def full_tensors(model: PolicyModel) -> dict[str, Tensor]:
-    """Each weight whole, float32, on this rank's device; a collective."""
-    return {name: p.full_tensor() if isinstance(p, DTensor) else p.data for name, p in model.causal_lm.named_parameters()}
+    """What travels, whole, float32, on this rank's device; a collective."""
+    return {name: whole(p) for name, p in travelling(model).items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A collective where it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def save_pretrained(model: PolicyModel, path: str | Path, tokenizer_from: str, dtype: torch.dtype) -> None:
@@ -176,14 +238,54 @@ def save_pretrained(model: PolicyModel, path: str | Path, tokenizer_from: str, d
     Raises:
         UserError: `tokenizer_from` has no tokenizer.
     """
-    first_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    weights = {}
-    for name, parameter in model.causal_lm.named_parameters():
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
-        if first_rank:
+    causal_lm, weights = model.causal_lm, {}
+    pairs = adapter_weights(causal_lm)
+    for name, parameter in base_weights(causal_lm).items():
+        full = whole(parameter)
+        if (a := pairs.get(adapters.file_name(layer := name.removesuffix(".weight"), "A"))) is not None:
+            full = adapters.merged(full, whole(a), whole(pairs[adapters.file_name(layer, "B")]), _scale(causal_lm))
+        if is_first_rank():
             weights[name] = full.to("cpu", dtype)
-    if first_rank:
-        _write(model.causal_lm, weights, Path(path), tokenizer_from, dtype)
+    if is_first_rank():
+        _write(causal_lm, weights, Path(path), tokenizer_from, dtype)
+
+
+def save_adapters(model: PolicyModel, path: str | Path) -> None:
+    """Writes the adapters as peft does, float32, from rank 0; all ranks must call it."""
+    tensors = {name: whole(p).cpu().contiguous() for name, p in adapter_weights(model.causal_lm).items()}
+    if is_first_rank():
+        write_adapters(tensors, model.causal_lm.peft_config[adapters.NAME], Path(path))
+
+
+def write_adapters(tensors: dict[str, Tensor], peft_config: Any, path: Path) -> None:
+    """peft's two files."""
+    from safetensors.torch import save_file
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        peft_config.save_pretrained(path)
+        save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
+    except Exception as error:
+        raise OSError(f"the adapters cannot be saved in {path}: {str(error).partition(chr(10))[0]}") from error
+
+
+def is_first_rank() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def digest(weights: Mapping[str, Tensor]) -> int:
+    """Of names and values; equal for equal weights in the host's memory. Positive, 63 bits."""
+    total = xxhash.xxh3_64()
+    for name, weight in sorted(weights.items()):
+        total.update(name)
+        total.update(weight.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return int(total.intdigest() >> 1)
+
+
+def _scale(causal_lm: PreTrainedModel) -> float:
+    """alpha / rank of the adapters; 1 without."""
+    made = getattr(causal_lm, "peft_config", None)
+    return made[adapters.NAME].lora_alpha / made[adapters.NAME].r if made else 1.0
 
 
 def _write(causal_lm: PreTrainedModel, weights: dict[str, Tensor], path: Path, tokenizer_from: str, dtype: torch.dtype) -> None:

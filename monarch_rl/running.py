@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from actors.rollout import RolloutWorker
     from actors.scorer import Scorer
     from monarch_rl.tasks import Task, TaskSpec
+    from monarch_rl.weights.plan import LoadPlan
 
 STOP_S = 1.0
 """For Monarch to take note, when all processes have ended."""
@@ -92,12 +93,19 @@ class Running:
             over = await answer(self._trainers.transport.call(), "trainers (transport)", START_DEADLINE_S)
             self._records.console.say(f"weights travel over {' and '.join(sorted(set(over.values())))}")
             rings = await answer(self._trainers.open_ring.call(plan), "trainers (staging slots)", START_DEADLINE_S)
-            self._source = Source(self._publishers, list(rings.values()), plan.digest)
+            self._source = Source(self._publishers, list(rings.values()), plan.digest, await self._base(plan))
         elif version == self._published:
             return  # the loop asks for it whenever it begins
         async with self._turn:
             self._published = self.version
             await answer(self._trainers.publish.call(self.version), "trainers (publish)", START_DEADLINE_S)
+
+    async def _base(self, plan: LoadPlan) -> dict[str, int]:
+        """Fingerprints of what generators have read from the model's directory, for them to compare."""
+        if plan.base is None or self.config.weights.verify == "off":
+            return {}
+        ranks = await answer(self._trainers.fingerprints.call(plan.base), "trainers (base model)", START_DEADLINE_S)
+        return dict(next(iter(ranks.values())))
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
