@@ -160,6 +160,11 @@ class Generator(Actor):
         return await self._engine.fingerprints()
 
     @concurrent_endpoint
+    async def base_fingerprints(self) -> dict[str, int]:
+        """The same of the base model, where only adapters travel."""
+        return await self._engine.fingerprints(base=True)
+
+    @concurrent_endpoint
     async def shut(self) -> None:
         """Stop pulling and decoding."""
         self._shut = True

@@ -144,15 +144,20 @@ class Trainer(Actor):
 
     @endpoint
     def save(self, path: Path) -> None:
-        """Write the model as a Hugging Face directory, adapters merged, and these as peft does beside it (collective; rank 0 writes)."""
+        """Write the model as a Hugging Face directory, adapters merged (collective; rank 0 writes)."""
         import torch
 
-        from monarch_rl.models import save_adapters, save_pretrained
+        from monarch_rl.models import save_pretrained
 
         dtype = torch.bfloat16 if self._config.model.dtype == "bfloat16" else torch.float32
         save_pretrained(self._learner.model, path, self._config.model.path, dtype)
-        if self._learner.adapted:
-            save_adapters(self._learner.model, path.with_name("adapter"))
+
+    @endpoint
+    def save_adapters(self, path: Path) -> None:
+        """Write the adapters as peft does (collective; rank 0 writes)."""
+        from monarch_rl.models import save_adapters
+
+        save_adapters(self._learner.model, path)
 
     @endpoint
     def fingerprints(self, plan: LoadPlan) -> dict[str, int]:

@@ -91,7 +91,8 @@ class Running:
         if self._published is None:
             plan = await self._replicas.started()
             over = await answer(self._trainers.transport.call(), "trainers (transport)", START_DEADLINE_S)
-            self._records.console.say(f"weights travel over {' and '.join(sorted(set(over.values())))}")
+            what = "weights travel" if plan.base is None else "adapters travel"
+            self._records.console.say(f"{what} over {' and '.join(sorted(set(over.values())))}")
             rings = await answer(self._trainers.open_ring.call(plan), "trainers (staging slots)", START_DEADLINE_S)
             self._source = Source(self._publishers, list(rings.values()), plan.digest, await self._base(plan))
         elif version == self._published:
@@ -187,9 +188,11 @@ class Running:
         await answer(self._buffer.close.call_one(), "replay buffer (close)", 30.0)
 
     async def save_model(self) -> Path:
-        """Write the trained model as a Hugging Face directory."""
+        """Write the trained model as a Hugging Face directory, with adapters merged; these as peft does in `adapter/` beside it."""
         path = self.output_dir / "model"
         await answer(self._trainers.save.call(path), "trainers (saving the model)", START_DEADLINE_S)
+        if self.config.model.lora.rank:
+            await answer(self._trainers.save_adapters.call(path.with_name("adapter")), "trainers (saving the adapters)", START_DEADLINE_S)
         return path
 
     def close_console(self) -> None:
