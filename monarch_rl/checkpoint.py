@@ -28,7 +28,7 @@ PROGRESS = "progress.json"
 LEDGER = "ledger.npz"
 GROUPS = "groups.npz"
 PREFIX = "step_"
-BASE = "base"
+BASE = "base of the adapters"
 """Of what the trainers write: the digest of the base model, with adapters."""
 
 

@@ -277,7 +277,7 @@ def digest(weights: Mapping[str, Tensor]) -> int:
     """Of names and values; equal for equal weights in the host's memory. Positive, 63 bits."""
     total = xxhash.xxh3_64()
     for name, weight in sorted(weights.items()):
-        total.update(name)
+        total.update(name.encode())
         total.update(weight.contiguous().view(-1).view(torch.uint8).numpy().data)
     return int(total.intdigest() >> 1)
 

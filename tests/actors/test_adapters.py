@@ -237,8 +237,9 @@ async def test_adapters_are_replaced_in_place_and_in_flight(live: Live) -> None:
     asked = asyncio.ensure_future(sample(live.engine, prompts(6), tokens=60))
     for _ in range(5):
         async with held_after(live.engine, 48):
-            await live.publish()
-            assert live_adapters(live.engine._llm) == [ID]
+            published = asyncio.ensure_future(live.publish())
+        await published
+        assert live_adapters(live.engine._llm) == [ID]
     generations = await asked
     gaps = []
     for prompt, generation in zip(prompts(6), generations, strict=True):

@@ -61,7 +61,7 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 def test_tokens_were_sampled_by_the_adapters_that_they_name(seen: Seen) -> None:
-    """Cases 28, 33, 35, 37: recomputed by transformers from the merged weights of each version, over the keys and values of those before."""
+    """Cases 28, 33, 37: recomputed by transformers from the merged weights of each version, over the keys and values of those before."""
     reference = Reference(seen.audit.weights, 1.0)
     episodes = [episode for group in seen.audit.groups.values() for episode in group.episodes]
     assert len({run.step for episode in episodes for run in runs(episode)}) >= 3
