@@ -30,12 +30,28 @@ def arguments(lora: LoraConfig) -> dict[str, Any]:
 
     return {
         "load_format": "auto",
+        "use_tqdm_on_load": False,
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
         "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank),
         "lora_target_modules": list(lora.targets),
     }
+
+
+def multiply_once() -> None:
+    """On CPU vLLM copies the adapter for each token, which costs more than the rest of the model; all tokens have the same one."""
+    from torch.nn.functional import linear
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+
+    def add(self: Any, y: Tensor, x: Tensor, a: tuple[Tensor, ...], b: tuple[Tensor, ...], scale: float, slices: Any, **_: Any) -> None:
+        if self.no_lora:  # the request that warms up
+            return
+        inputs, outputs = x.view(-1, x.shape[-1]), y.view(-1, y.shape[-1]).split(slices, 1)
+        for output, own_a, own_b in zip(outputs, a, b, strict=True):
+            output += linear(linear(inputs, own_a[0, 0]), own_b[0, 0]) * scale
+
+    PunicaWrapperCPU.add_lora_linear = add
 
 
 def request() -> Any:

@@ -99,6 +99,8 @@ def build_llm(
     if cpu:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # there is no Triton for CPUs
         _keep_weights_live()
+        if lora:
+            engine_adapter.multiply_once()
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     experts = experts_to_keep(model_path) if keep_routing else None
     # vLLM's own switches need its second model runner, which there is not on CPUs.
