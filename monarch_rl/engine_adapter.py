@@ -24,10 +24,13 @@ ID, NAME = 1, "policy"
 
 def arguments(lora: LoraConfig) -> dict[str, Any]:
     """EngineArgs with which vLLM has room for one adapter and reads the base model from its directory."""
+    from threading import RLock
     from typing import get_args
 
+    from tqdm import tqdm
     from vllm.config.lora import MaxLoRARanks
 
+    tqdm.set_lock(RLock())  # that of a progress bar (of weights that are read) would be a semaphore, which a process that is killed leaves
     return {
         "load_format": "auto",
         "use_tqdm_on_load": False,
@@ -42,7 +45,7 @@ def arguments(lora: LoraConfig) -> dict[str, Any]:
 def multiply_once() -> None:
     """On CPU vLLM copies the adapter for each token, which costs more than the rest of the model; all tokens have the same one."""
     from torch.nn.functional import linear
-    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
+    from vllm.lora.punica_wrapper import punica_cpu
 
     def add(self: Any, y: Tensor, x: Tensor, a: tuple[Tensor, ...], b: tuple[Tensor, ...], scale: float, slices: Any, **_: Any) -> None:
         if self.no_lora:  # the request that warms up
@@ -51,7 +54,8 @@ def multiply_once() -> None:
         for output, own_a, own_b in zip(outputs, a, b, strict=True):
             output += linear(linear(inputs, own_a[0, 0]), own_b[0, 0]) * scale
 
-    PunicaWrapperCPU.add_lora_linear = add
+    wrapper: Any = punica_cpu.PunicaWrapperCPU
+    wrapper.add_lora_linear = add
 
 
 def request() -> Any:

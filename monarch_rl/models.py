@@ -183,7 +183,7 @@ def add_adapters(causal_lm: PreTrainedModel, lora: LoraConfig, seed: int) -> Pre
 @contextmanager
 def without_adapters(causal_lm: PreTrainedModel) -> Iterator[None]:
     """Inside, the model computes what its base model would. (peft's own switch touches `requires_grad`, which FSDP2 has settled.)"""
-    layers = [module for module in causal_lm.modules() if hasattr(module, "lora_A")]
+    layers: list[Any] = [module for module in causal_lm.modules() if hasattr(module, "lora_A")]
     for layer in layers:
         layer.set_scale(adapters.NAME, 0)
     try:
