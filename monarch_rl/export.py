@@ -111,6 +111,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], int]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load as read
 
+    checkpoint.check_metadata(path)
     reader = FileSystemReader(path)
     there = reader.read_metadata().state_dict_metadata
     state: dict[str, Any] = {
@@ -119,7 +120,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Tensor], int]:
         if name.startswith(WEIGHTS) and isinstance(found, TensorStorageMetadata)
     }
     if checkpoint.BASE in there:
-        state[checkpoint.BASE] = 0
+        state[checkpoint.BASE] = torch.zeros(1, dtype=torch.int64)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be here
         read(state, storage_reader=reader, no_dist=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -251,22 +252,14 @@ def save_pretrained(model: PolicyModel, path: str | Path, tokenizer_from: str, d
 
 
 def save_adapters(model: PolicyModel, path: str | Path) -> None:
-    """Writes the adapters as peft does, float32, from rank 0; all ranks must call it."""
-    tensors = {name: whole(p).cpu().contiguous() for name, p in adapter_weights(model.causal_lm).items()}
-    if is_first_rank():
-        write_adapters(tensors, model.causal_lm.peft_config[adapters.NAME], Path(path))
-
-
-def write_adapters(tensors: dict[str, Tensor], peft_config: Any, path: Path) -> None:
-    """peft's two files."""
+    """Writes the two files that peft writes, float32, from rank 0; all ranks must call it."""
     from safetensors.torch import save_file
 
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        peft_config.save_pretrained(path)
-        save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
-    except Exception as error:
-        raise OSError(f"the adapters cannot be saved in {path}: {str(error).partition(chr(10))[0]}") from error
+    tensors = {name: whole(p).cpu().contiguous() for name, p in adapter_weights(model.causal_lm).items()}
+    if is_first_rank():
+        with _draft(Path(path), "the adapters cannot be saved in") as draft:
+            model.causal_lm.peft_config[adapters.NAME].save_pretrained(draft)
+            save_file(tensors, draft / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def is_first_rank() -> bool:
@@ -296,9 +289,27 @@ def _write(causal_lm: PreTrainedModel, weights: dict[str, Tensor], path: Path, t
     if lacking := [name for name, parameter in copy.named_parameters() if parameter.is_meta]:
         raise RuntimeError(f"cannot save {path}: no values for {lacking} (left over: {unmatched.unexpected_keys})")
     copy.generation_config = causal_lm.generation_config
+    with _draft(path, "the model cannot be saved in") as draft:
+        copy.save_pretrained(draft)
+        AutoTokenizer.from_pretrained(resolve_path(tokenizer_from)).save_pretrained(draft)
+
+
+@contextmanager
+def _draft(path: Path, failure: str) -> Iterator[Path]:
+    """A folder for files that are to be in `path`: what is half written is no model.
+
+    Raises:
+        OSError: `failure`, where, and why.
+    """
+    draft = path.with_name(f".{path.name}")
     try:
-        path.mkdir(parents=True, exist_ok=True)  # transformers would only log that it cannot
-        copy.save_pretrained(path)
-        AutoTokenizer.from_pretrained(resolve_path(tokenizer_from)).save_pretrained(path)
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)  # transformers would only log that it cannot
+        yield draft
+        path.mkdir(exist_ok=True)
+        for file in draft.iterdir():
+            file.replace(path / file.name)
+        draft.rmdir()
     except Exception as error:  # of a full disk, for one, which does not say where
-        raise OSError(f"the model cannot be saved in {path}: {str(error).partition(chr(10))[0]}") from error
+        shutil.rmtree(draft, ignore_errors=True)
+        raise OSError(f"{failure} {path}: {str(error).partition(chr(10))[0]}") from error

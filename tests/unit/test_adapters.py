@@ -221,7 +221,7 @@ def run_that_died(folder: Path, policy: PolicyModel, base: int) -> Path:
     """Its settings and one checkpoint, as the trainers of a run leave it."""
     write(Config(output_dir=str(folder), model=ModelConfig(path="tiny", lora=LORA)), folder / "config.yaml")
     trained = {name: p.detach() for name, p in policy.named_parameters() if p.requires_grad}
-    state = {"model": trained, "optimizer": {"state": {"x": torch.ones(3)}}, checkpoint.BASE: base}
+    state = {"model": trained, "optimizer": {"state": {"x": torch.ones(3)}}, checkpoint.BASE: torch.tensor([base])}
     save_state(state, checkpoint_id=checkpoint.unfinished(into := checkpoint.folder_of(folder, 10)), no_dist=True)
     checkpoint.complete(into, Progress(10, 320, {}), keep=2)
     return folder
