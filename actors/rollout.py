@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
 from actors.metrics import Records
-from actors.routes import Routes
+from actors.streams import Streams
 from monarch_rl.config import Config, UserError
 from monarch_rl.generator_config import GeneratorConfig
 from monarch_rl.observe import timeline
+from monarch_rl.routes import Routes
 from monarch_rl.supervise import answer, cause, together
 from monarch_rl.types import Episode, Generation, Group, Lease, Prompt, Sampling, Split, Version
 
@@ -96,7 +97,8 @@ class RolloutWorker(Actor):
         self._records = Records(metrics, self.name)
         self._renderer = Renderer.of(config.model)
         self._task = load_task(config.task, config.task_args, config.seed)
-        self._routes = Routes(generators, self.name, config.generator.burst_tokens)
+        self._generators = Routes(generators)
+        self._streams = Streams(self._generators, self.name, config.generator.burst_tokens)
         self._asked = [0] * len(scorers)
         self._sampling = Sampling.of(config.generator, self._renderer.stop_ids)
 
@@ -116,17 +118,17 @@ class RolloutWorker(Actor):
     @concurrent_endpoint
     async def add_generator(self, replica: int, generator: Generator) -> None:
         """Requests may go there from now on."""
-        self._routes.add(replica, generator)
+        self._generators.add(replica, generator)
 
     @concurrent_endpoint
     async def lose_generator(self, replica: int) -> None:
         """It is gone; what it was asked is asked of others."""
-        self._routes.lose(replica)
+        self._generators.lose(replica)
 
     @concurrent_endpoint
     async def drain_generator(self, replica: int) -> None:
         """No request goes there any more; answers when the last one has come back."""
-        await self._routes.drain(replica)
+        await self._generators.drain(replica)
 
     @concurrent_endpoint
     async def evaluate(self, indices: Sequence[int], min_step: int, task: TaskSpec | None = None) -> Evaluation:
@@ -186,7 +188,7 @@ class RolloutWorker(Actor):
         start_ns = time.time_ns()
         ids = self._render(prompt)
         seeds = [partial(episode_seed, self._config.seed, work.split, prompt.ordinal, work.attempt, index) for index in range(episodes)]
-        generations = await self._routes.generate(ids, work.sampling, [seed() for seed in seeds], work.min_step)
+        generations = await self._streams.generate(ids, work.sampling, [seed() for seed in seeds], work.min_step)
         rolled = [Trajectory(ids) for _ in seeds]
         for trajectory, generation in zip(rolled, generations, strict=True):
             self._append(trajectory, generation)
@@ -220,7 +222,7 @@ class RolloutWorker(Actor):
             told = self._renderer.continuation(content, after=trajectory.last_id)
             sampling, seeds = replace(work.sampling, max_new_tokens=left), [seed(turn=len(trajectory.turns))]
             try:
-                (generation,) = await self._routes.generate(trajectory.ids + told, sampling, seeds, work.min_step, trajectory.replica)
+                (generation,) = await self._streams.generate(trajectory.ids + told, sampling, seeds, work.min_step, trajectory.replica)
             except ActorError as error:
                 if not isinstance(error.exception, PromptTooLong):
                     raise

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from monarch.actor import Actor, concurrent_endpoint
 
 from actors.generator import Generator
-from actors.routes import Routes
+from actors.streams import Streams
+from monarch_rl.routes import Routes
 from monarch_rl.types import Sampling, Version
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Caller(Actor):
 
     def __init__(self, generator: ReadyGenerator, burst_tokens: int) -> None:
         self._generator = generator
-        self._routes = Routes({0: generator}, "caller", burst_tokens)
+        self._streams = Streams(Routes({0: generator}), "caller", burst_tokens)
 
     @concurrent_endpoint
     async def run(self, work: Work) -> Timing:
@@ -87,7 +88,7 @@ class Caller(Actor):
 
         async def group(ids: list[int], seeds: list[int]) -> int:
             async with places:
-                generations = await self._routes.generate(ids, work.sampling, seeds, 0)
+                generations = await self._streams.generate(ids, work.sampling, seeds, 0)
                 return sum(len(generation.ids_T) for generation in generations)
 
         before, start = await self._generator.usage.call_one(), time.perf_counter()

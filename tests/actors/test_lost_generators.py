@@ -18,8 +18,9 @@ from monarch.actor import this_host
 from transformers import AutoModelForCausalLM
 
 from actors.metrics import Metrics
-from actors.routes import Routes
+from actors.streams import Streams
 from monarch_rl.configure import load
+from monarch_rl.routes import Routes
 from monarch_rl.types import MASK, ROUTING, Generation, Sampling, Version
 from tests.actors.lost_generators import HeldGenerator
 from tests.engines import episodes_of, gaps
@@ -77,11 +78,12 @@ async def test_episodes_go_on_from_what_a_killed_replica_has_streamed(generators
     undisturbed = await heir.actor.generate.call_one(PROMPT, sampling, SEEDS, 0)
     ended, stop_id = only_in_one(undisturbed, BURST)
     sampling = Sampling(BUDGET, 0.7, top_p=0.9, stop_ids=(stop_id,))
-    routes = Routes({0: doomed.actor}, "rollout 0", BURST)
+    routes = Routes({0: doomed.actor})
+    streams = Streams(routes, "rollout 0", BURST)
     await doomed.actor.hold_after.call_one(DIES_AFTER)
-    asked = asyncio.create_task(routes.generate(PROMPT, sampling, SEEDS, DOOMED.step))
-    await until(lambda: bool(routes._streamed))
-    (streamed,) = routes._streamed.values()
+    asked = asyncio.create_task(streams.generate(PROMPT, sampling, SEEDS, DOOMED.step))
+    await until(lambda: bool(streams._begun))
+    (streamed,) = streams._begun.values()
     await asyncio.wait_for(doomed.actor.held.call_one().as_asyncio(), 60)
     running = [index for index in range(len(SEEDS)) if index != ended]
     kept = DIES_AFTER // BURST * BURST
