@@ -68,10 +68,12 @@ class Streams:
     async def _ask(
         self, generator: Generator, number: int, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int
     ) -> list[Generation]:
-        if not 0 < self._burst_tokens < sampling.max_new_tokens:
-            return await generator.generate.call_one(ids, sampling, seeds, min_step)
-        await self._introduce(generator)
-        return await generator.generate.call_one(ids, sampling, seeds, min_step, (self._name, number))
+        stream = None
+        if 0 < self._burst_tokens < sampling.max_new_tokens:
+            await self._introduce(generator)
+            stream = self._name, number
+        generations: list[Generation] = await generator.generate.call_one(ids, sampling, seeds, min_step, stream)
+        return generations
 
     async def _go_on(
         self, begun: list[list[Generation]], ids: list[int], sampling: Sampling, seeds: Sequence[int], min_step: int
