@@ -7,6 +7,7 @@ Called by: the controller. May be blocked by: the other ranks (collectives), a b
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,6 +47,7 @@ class Trainer(Actor):
         from torch.distributed.device_mesh import init_device_mesh
 
         from monarch_rl.checkpoint import Saver
+        from monarch_rl.cluster.local import loopback_store
         from monarch_rl.learner import Learner
         from monarch_rl.models import load_causal_lm
 
@@ -53,7 +55,8 @@ class Trainer(Actor):
         if cuda:
             torch.cuda.init()  # or the device mesh would choose a device by LOCAL_RANK, while each process sees just one
             torch.cuda.set_device(0)
-        dist.init_process_group("nccl" if cuda else "gloo")
+        store = loopback_store(self._rank, self._world, int(os.environ["MASTER_PORT"])) if self._config.cluster.kind == "local" else None
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=self._rank, world_size=self._world)
         self._saver = Saver(dist.new_group(backend="gloo"))
         mesh = init_device_mesh("cuda" if cuda else "cpu", (self._world,), mesh_dim_names=("fsdp",))
         model, bf16 = self._config.model, self._config.model.dtype == "bfloat16"

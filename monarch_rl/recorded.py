@@ -13,6 +13,7 @@ from pathlib import Path
 
 from monarch_rl import arrays
 from monarch_rl.config import UserError
+from monarch_rl.disk import dropped
 from monarch_rl.types import Group
 
 RECORD = "record"
@@ -23,8 +24,10 @@ def write(output_dir: Path, step: int, groups: Sequence[Group]) -> None:
     folder = output_dir / RECORD
     folder.mkdir(parents=True, exist_ok=True)
     about, columns = arrays.pack(groups)
-    arrays.write(folder / f".step_{step}.npz", about, columns)
-    os.replace(folder / f".step_{step}.npz", folder / f"step_{step}.npz")
+    draft = folder / f".step_{step}.npz"
+    with dropped(draft):
+        arrays.write(draft, about, columns)
+        os.replace(draft, folder / f"step_{step}.npz")
 
 
 def read(output_dir: Path, step: int) -> list[Group] | None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from monarch_rl import checkpoint, recorded
 from monarch_rl.config import Config, UserError, is_object, label, schema
+from monarch_rl.disk import on_disk
 from monarch_rl.recorded import RECORD
 from monarch_rl.tasks import Task, make_prompt
 
@@ -47,7 +48,8 @@ def settings(config: Config, task: Task) -> dict[str, Any]:
 
 
 def write(folder: Path, config: Config, task: Task) -> None:
-    (folder / SETTINGS).write_text(json.dumps(settings(config, task), indent=1) + "\n", encoding="utf-8")
+    with on_disk(folder / SETTINGS):
+        (folder / SETTINGS).write_text(json.dumps(settings(config, task), indent=1) + "\n", encoding="utf-8")
 
 
 def compare(folder: Path, config: Config, task: Task) -> Resumed:

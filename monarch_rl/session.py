@@ -17,7 +17,7 @@ from monarch_rl.generator_config import SAMPLED_BY
 from monarch_rl.meshes import START_DEADLINE_S, ActorDied
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.output import check_output_dir, make_output_dir
-from monarch_rl.running import STOP_S, Halted, Running
+from monarch_rl.running import CLOSE_S, STOP_S, Halted, Running
 from monarch_rl.supervise import answer, cause, root
 from monarch_rl.tables import BufferTable, Samples, Table
 from monarch_rl.types import Sampling
@@ -93,12 +93,12 @@ class Session(Running):
             await self.close()
 
     async def close(self) -> None:
-        """End everything: rollouts, engines, trainers, processes. Takes at most `close_deadline_s`. May be called twice."""
+        """End everything: rollouts, engines, trainers, processes. Takes at most `CLOSE_S`, or `close_deadline_s`. May be called twice."""
         if self._state == "closed":
             return
         if self._training not in (None, asyncio.current_task()):
             self._training.cancel()
-        deadline_s = self.config.close_deadline_s - STOP_S
+        deadline_s = min(CLOSE_S, self.config.close_deadline_s) - STOP_S
         ended = asyncio.get_running_loop().time() + deadline_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
