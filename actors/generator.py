@@ -43,6 +43,8 @@ class Generator(Actor):
         self._report_due: asyncio.TimerHandle | None = None
         self._following: asyncio.Task[None] | None = None
         self._workers: dict[str, Port[tuple[int, Burst]]] = {}
+        self._pinned, self._unpinned = False, asyncio.Event()
+        self._unpinned.set()
         self._shut = False
 
     @concurrent_endpoint
@@ -141,6 +143,21 @@ class Generator(Actor):
             self._following.cancel()
 
     @concurrent_endpoint
+    async def pin(self, min_step: int) -> int:
+        """From when this replica holds step `min_step`, keep the weights that it holds until `unpin`. Answers with their step, at least."""
+        await self._holds(min_step)
+        assert self._engine.version is not None
+        self._pinned = True
+        self._unpinned.clear()
+        return self._engine.version.step
+
+    @concurrent_endpoint
+    async def unpin(self) -> None:
+        """Take the newest weights again."""
+        self._pinned = False
+        self._unpinned.set()
+
+    @concurrent_endpoint
     async def shut_or_failed(self) -> None:
         """Answers when this replica has been shut.
 
@@ -191,6 +208,7 @@ class Generator(Actor):
         """
         from monarch_rl.weights.pull import RejectedPull
 
+        await self._unpinned.wait()
         target = await reader.newer(self._engine.version)
         before, start_ns = self._engine.stats().tokens, time.time_ns()
         try:
@@ -199,6 +217,8 @@ class Generator(Actor):
             self._pulls.rejected += 1
             self._pulls.too_slow = reader.too_slow
             self._report_soon()
+            return
+        if self._pinned:  # meanwhile; what is newest when that is over is pulled then
             return
         pulled_ns = time.time_ns()
         pause_s = await self._swap(puller, target.version)

@@ -72,6 +72,8 @@ class Purpose:
     """The same for all turns of an episode, whatever is set meanwhile."""
     min_step: int
     attempt: int = 1
+    replica: int | None = None
+    """The only one to ask, as long as it is here; None: any."""
 
 
 def episode_seed(run_seed: int, purpose: str, ordinal: int, attempt: int, index: int, turn: int = 0) -> int:
@@ -126,20 +128,27 @@ class RolloutWorker(Actor):
         self._generators.lose(replica)
 
     @concurrent_endpoint
+    async def pin_generator(self, replica: int, step: int | None) -> None:
+        """It keeps to the weights of `step`; None: to the newest."""
+        self._generators.pin(replica, step)
+
+    @concurrent_endpoint
     async def drain_generator(self, replica: int) -> None:
         """No request goes there any more; answers when the last one has come back."""
         await self._generators.drain(replica)
 
     @concurrent_endpoint
-    async def evaluate(self, indices: Sequence[int], min_step: int, task: TaskSpec | None = None) -> Evaluation:
-        """One episode for each held-out prompt that there is, sampled as in training, by weights of at least step `min_step`.
+    async def evaluate(self, indices: Sequence[int], min_step: int, task: TaskSpec | None = None, replica: int | None = None) -> Evaluation:
+        """One episode for each held-out prompt that there is, sampled as in training, by weights of at least step `min_step`. By `replica`,
+        as long as that is here.
 
         Raises:
             UserError: `task`, evaluated in place of the one that is trained, cannot be loaded. PromptError: it cannot make a prompt.
         """
         from monarch_rl.tasks import load_task, make_prompt
 
-        work = Purpose("eval", self._task if task is None else load_task(task, {}, self._config.seed), task, self._sampling, min_step)
+        asked = self._task if task is None else load_task(task, {}, self._config.seed)
+        work = Purpose("eval", asked, task, self._sampling, min_step, replica=replica)
         size = work.task.eval_size
         prompts = [make_prompt(work.task, index, "eval") for index in indices if size is None or index < size]
         evaluation = Evaluation()
@@ -188,7 +197,8 @@ class RolloutWorker(Actor):
         start_ns = time.time_ns()
         ids = self._render(prompt)
         seeds = [partial(episode_seed, self._config.seed, work.split, prompt.ordinal, work.attempt, index) for index in range(episodes)]
-        generations = await self._streams.generate(ids, work.sampling, [seed() for seed in seeds], work.min_step)
+        first = [seed() for seed in seeds]
+        generations = await self._streams.generate(ids, work.sampling, first, work.min_step, work.replica)
         rolled = [Trajectory(ids) for _ in seeds]
         for trajectory, generation in zip(rolled, generations, strict=True):
             self._append(trajectory, generation)

@@ -56,7 +56,7 @@ class Streams:
                 return await self._ask(generator, number, ids, sampling, list(seeds), min_step)
 
             try:
-                return await self._routes.once(ask, len(seeds), replica)
+                return await self._routes.once(ask, len(seeds), replica, min_step)
             except Exception as error:
                 if not is_lost(error):
                     raise

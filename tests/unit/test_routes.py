@@ -27,8 +27,8 @@ class Replica:
         return self.name
 
 
-async def ask(routes: Routes[Replica], preferred: int | None = None) -> str:
-    return await routes.ask(Replica.name_of, LOAD, preferred)
+async def ask(routes: Routes[Replica], preferred: int | None = None, step: int = 0) -> str:
+    return await routes.ask(Replica.name_of, LOAD, preferred, step)
 
 
 def replicas(*errors: Exception | None) -> dict[int, Replica]:
@@ -89,3 +89,20 @@ async def test_a_drained_replica_gives_back_what_it_has() -> None:
     live[1].may_answer.set()
     assert await ask(routes) == "1"
     await routes.drain(1)
+
+
+async def test_what_needs_newer_weights_is_not_sent_to_a_pinned_replica() -> None:
+    """Unless there is no other: then it waits there."""
+    live = replicas(None, None)
+    for replica in live.values():
+        replica.may_answer.set()
+    routes = Routes(live)
+    routes.pin(0, 3)
+    assert [await ask(routes, step=4) for _ in range(3)] == ["1"] * 3
+    assert await ask(routes, step=3) == "0"
+    assert await ask(routes, preferred=0, step=4) == "0", "an episode that it had begun"
+    routes.lose(1)
+    assert await ask(routes, step=4) == "0"
+    routes.add(1, live[1])
+    routes.pin(0, None)
+    assert await ask(routes, step=4) == "0"
