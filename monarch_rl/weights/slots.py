@@ -75,6 +75,14 @@ def fingerprints(plan: LoadPlan, views: Iterable[Tensor]) -> dict[str, int]:
     return {name: _signed(total.intdigest()) for name, total in sums.items()}
 
 
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """Of the bits of all host tensors, one after the other."""
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(as_bytes(tensor.detach().contiguous()).numpy().data)
+    return str(digest.hexdigest())
+
+
 def as_bytes(host: Tensor) -> Tensor:
     return host.view(torch.uint8).view(-1)
 
