@@ -107,7 +107,7 @@ def test_recipe_by_path_is_named_after_the_file() -> None:
 
 
 def test_unknown_recipe() -> None:
-    said = "did you mean 'grpo_qwen'? recipes: calculator, cispo, dapo, grpo_qwen, gspo, rloo; a path must end in .yaml"
+    said = "did you mean 'grpo_qwen'? recipes: calculator, cispo, dapo, grpo_qwen, grpo_qwen_lora, gspo, rloo; a path must end in .yaml"
     assert refusal("recipe=grpo_qwne") == f"no recipe 'grpo_qwne'; {said}"
     assert refusal("recipe=no/such.yaml") == "recipe=no/such.yaml: there is no such file"
 
