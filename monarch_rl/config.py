@@ -30,8 +30,8 @@ class LoraConfig:
     """of the adapters, which alone are trained and sent to the generators (docs/lora.md); 0 means none: all weights are trained"""
     alpha: int = 32
     """adapters are scaled by alpha / rank"""
-    targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
-    """last names of the linear layers that get one, in every decoder layer"""
+    targets: list[str] = field(default_factory=lambda: ["all"])
+    """last names of the linear layers that get one, e.g. [q_proj, v_proj]; all: every linear layer but the output layer"""
 
 
 @dataclass

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from monarch_rl.config import LoraConfig
     from monarch_rl.weights.plan import LoadPlan, Shape
 
 ID, NAME = 1, "policy"
 """Of the adapter."""
 
 
-def arguments(lora: LoraConfig) -> dict[str, Any]:
-    """EngineArgs with which vLLM has room for one adapter and reads the base model from its directory."""
+def arguments(rank: int, adapter: dict[str, Shape]) -> dict[str, Any]:
+    """EngineArgs with which vLLM has room for this adapter and reads the base model from its directory."""
     from threading import RLock
     from typing import get_args
 
@@ -37,8 +36,8 @@ def arguments(lora: LoraConfig) -> dict[str, Any]:
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
-        "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= lora.rank),
-        "lora_target_modules": list(lora.targets),
+        "max_lora_rank": min(most for most in get_args(MaxLoRARanks) if most >= rank),
+        "lora_target_modules": sorted({name.split(".")[-3] for name in adapter}),
     }
 
 

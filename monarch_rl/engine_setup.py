@@ -107,7 +107,7 @@ def build_llm(
     switches = {"return_sampling_mask": keep_masks, "enable_return_routed_experts": experts is not None}
     own: dict[str, Any] = {"skip_tokenizer_init": not stop_texts} | ({} if cpu else {name: True for name, on in switches.items() if on})
     if lora:
-        own |= engine_adapter.arguments(lora)
+        own |= engine_adapter.arguments(lora.rank, tensor_shapes(model_path, lora)[1])
     arguments = _arguments(overrides, known, model=model_path, dtype=dtype, seed=seed, **own)
     if cpu:
         arguments = _cpu_arguments(arguments)

@@ -170,14 +170,14 @@ def add_adapters(causal_lm: PreTrainedModel, lora: LoraConfig, seed: int) -> Pre
     Raises:
         UserError: a target is no linear layer of the model.
     """
-    adapters.adapted_layers(causal_lm, lora)
     from peft import LoraConfig as PeftConfig  # takes seconds
 
+    targets = adapters.target_names(causal_lm, lora)
     causal_lm.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         # No dropout: the ratio to the sampler must be 1 where weights are equal.
-        causal_lm.add_adapter(PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), task_type="CAUSAL_LM"))
+        causal_lm.add_adapter(PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM"))
     return causal_lm
 
 

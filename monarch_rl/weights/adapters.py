@@ -17,31 +17,36 @@ if TYPE_CHECKING:
 
 NAME = "default"
 """Of the one adapter, in peft's modules."""
+ALL = "all"
+"""The target that stands for all."""
 
 
-def adapted_layers(causal_lm: nn.Module, lora: LoraConfig) -> dict[str, nn.Linear]:
-    """The linear layers of a model without adapters that are to get one, by name.
+def target_names(causal_lm: nn.Module, lora: LoraConfig) -> list[str]:
+    """Last names of the linear layers of a model without adapters that are to get one.
 
     Raises:
-        UserError: a target names no linear layer of the decoder.
+        UserError: a target names no linear layer, or the output layer.
     """
-    linear = {name: module for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)}
     head = causal_lm.get_output_embeddings()  # type: ignore[operator]
-    inside = {name: module for name, module in linear.items() if module is not head}
-    there = sorted({name.rpartition(".")[2] for name in inside})
+    linear = [(name.rpartition(".")[2], module) for name, module in causal_lm.named_modules() if isinstance(module, nn.Linear)]
+    there = sorted({name for name, module in linear if module is not head})
+    if lora.targets == [ALL]:
+        return there
     if strange := [target for target in lora.targets if target not in there]:
-        is_head = any(name.rpartition(".")[2] == strange[0] for name in linear)
+        is_head = strange[0] in dict(linear)
         what = "is the output layer, which gets no adapter, in" if is_head else "names no linear layer of"
         raise UserError(f"model.lora.targets: {strange[0]} {what} {type(causal_lm).__name__}; there are {', '.join(there)}")
-    return {name: module for name, module in inside.items() if name.rpartition(".")[2] in lora.targets}
+    return list(lora.targets)
 
 
 def shapes(causal_lm: nn.Module, lora: LoraConfig) -> dict[str, Shape]:
     """Name → shape of every tensor that travels, for a model without adapters (on any device, meta included)."""
+    targets = target_names(causal_lm, lora)
     found: dict[str, Shape] = {}
-    for layer, module in adapted_layers(causal_lm, lora).items():
-        found[file_name(layer, "A")] = (lora.rank, module.in_features)
-        found[file_name(layer, "B")] = (module.out_features, lora.rank)
+    for layer, module in causal_lm.named_modules():
+        if isinstance(module, nn.Linear) and layer.rpartition(".")[2] in targets:
+            found[file_name(layer, "A")] = (lora.rank, module.in_features)
+            found[file_name(layer, "B")] = (module.out_features, lora.rank)
     return found
 
 

@@ -452,7 +452,7 @@ def test_a_configuration_made_in_python_is_checked_too(config: Config, key: str)
 def test_every_shipped_recipe_resolves(name: str) -> None:
     """A recipe named after a loss or an advantage has it."""
     trainer = load([f"recipe={name}", "profile=auto"]).config.trainer
-    assert name in (trainer.loss, trainer.advantage, "grpo_qwen", "calculator")
+    assert name in (trainer.loss, trainer.advantage, "grpo_qwen", "grpo_qwen_lora", "calculator")
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
