@@ -36,6 +36,8 @@ def test_the_time_of_day_is_for_stamps() -> None:
 
 
 def test_an_error_is_one_line_that_fits_a_screen() -> None:
-    assert cause(ValueError("x" * 10**6)) == "x" * LONGEST + "…"
+    """Whatever users' code raises with, also where it looks like one of Monarch's reports."""
+    for text in ("x" * 10**6, "a{" * 10**5, "é 1/2}>" * 10**5):
+        assert cause(ValueError(text)) == text[:LONGEST] + "…"
     assert cause(ValueError("first\nsecond")) == "first"
     assert cause(ValueError()) == "ValueError"
