@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from monarch.actor import Actor, current_rank, current_size, endpoint
 
@@ -31,6 +31,16 @@ if TYPE_CHECKING:
 def take_deadline(config: Config) -> float:
     """Seconds that a rank waits for a batch: every group of it may use up all its attempts."""
     return config.rollout.deadline_s * config.rollout.max_attempts + 60.0
+
+
+class Stepped(NamedTuple):
+    """What a rank has to tell of an optimizer step."""
+
+    figures: dict[str, float]
+    """Empty: there are no data left."""
+    spans: list[timeline.Record]
+    weights: str = ""
+    """A fingerprint of its weights after the step, where the run is recorded or replayed; on GPUs none, whose bits are not repeatable."""
 
 
 class Trainer(Actor):
@@ -115,14 +125,14 @@ class Trainer(Actor):
         self._publish(version)
 
     @endpoint
-    def step(self, step: int) -> tuple[dict[str, float], list[timeline.Record]]:
-        """Take this rank's shard of batch `step`, do one optimizer step, stage the result when it is due. No figures: no data left."""
+    def step(self, step: int) -> Stepped:
+        """Take this rank's shard of batch `step`, do one optimizer step, stage the result when it is due."""
         started = time.perf_counter()
         with timeline.span("wait"):
             reply = self._buffer.take.call_one(step, self._rank)
             shard = answer_blocking(reply, f"replay buffer (batch of step {step})", take_deadline(self._config))
         if shard is None:
-            return {}, timeline.drain()
+            return Stepped({}, timeline.drain())
         ready = time.perf_counter()
         with timeline.span("train"):
             stats = self._learner.step(shard, before_update=self._wait_copied)
@@ -139,7 +149,7 @@ class Trainer(Actor):
             "sync/stage_s": now - trained,
             "sync/bytes": float(self._ring.nbytes) if self._ring else 0.0,
         }
-        return stats | times, timeline.drain()
+        return Stepped(stats | times, timeline.drain(), self._fingerprint())
 
     @endpoint
     def save(self, path: Path) -> None:
@@ -168,6 +178,13 @@ class Trainer(Actor):
             self._ring.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _fingerprint(self) -> str:
+        from monarch_rl.models import local_shards
+        from monarch_rl.weights.slots import fingerprint
+
+        wanted = (self._config.record or self._config.replay) and self._learner.device.type == "cpu"
+        return fingerprint(local_shards(self._learner.model).values()) if wanted else ""
 
     def _wait_copied(self) -> None:
         if self._ring:

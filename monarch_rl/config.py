@@ -98,6 +98,8 @@ class EvalConfig:
     """steps between evaluations; 0 means none between the first and the last"""
     prompts: int = 1024
     """held-out prompts, one episode each at the training temperature; 0 means no evaluation"""
+    pin: bool = False
+    """an evaluation samples on one replica, which keeps its weights until it is over: all its tokens are of one version"""
 
 
 @dataclass
@@ -247,6 +249,7 @@ LEAST = {
     "seed": 0,
     "epochs": 0,
     "generator.max_restarts": 0,
+    "generator.burst_tokens": 0,
     "generator.top_k": 0,
     "buffer.max_age": 0,
     "trainer.warmup_steps": 0,

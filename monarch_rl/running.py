@@ -17,6 +17,7 @@ from monarch_rl.evaluation import Evaluated, evaluate
 from monarch_rl.lives import Progress
 from monarch_rl.meshes import START_DEADLINE_S, ActorDied, Meshes
 from monarch_rl.observe.metrics import trainer_figures
+from monarch_rl.recorded import Witness
 from monarch_rl.records import Records
 from monarch_rl.replicas import Replicas, Source
 from monarch_rl.supervise import answer, ended, root
@@ -55,6 +56,7 @@ class Running:
         self._go.set()
         self._begun = asyncio.Event()
         self._publishing = asyncio.Lock()
+        self._setting = asyncio.Lock()
         self._turn = asyncio.Lock()  # held by a step, and by what must stand between two steps
         self._keeper: asyncio.Task[None] | None = None
         self._step_in_progress: asyncio.Task[Mapping[str, float] | None] | None = None
@@ -100,8 +102,8 @@ class Running:
         elif version == self._published:
             return  # the loop asks for it whenever it begins
         async with self._turn:
-            self._published = self.version
             await answer(self._trainers.publish.call(self.version), "trainers (publish)", START_DEADLINE_S)
+            self._published = self.version
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
@@ -231,6 +233,7 @@ class Running:
         await self._meshes.open()
         if url := self._meshes.hosts.dashboard.url:
             self._records.console.say(f"Monarch's dashboard: {url} on {socket.gethostname()}")
+        self._witness = Witness(self.config, resumed.exact)
         self._spawn_actors(found, resumed.keep_groups)
         from monarch.spmd import setup_torch_elastic_env_async
 
@@ -324,15 +327,17 @@ class Running:
                 ranks = list((await self._trainers.step.call(step)).values())
             except Exception as error:
                 raise Halted(f"stopped before step {step}") if self._halted else error from None
-            for rank, (_, spans) in enumerate(ranks):
-                self._records.spans(f"trainer {rank}", spans)
-            if not ranks[0][0]:
+            for rank, stepped in enumerate(ranks):
+                self._records.spans(f"trainer {rank}", stepped.spans)
+            if not ranks[0].figures:
                 self._set_steps(step - 1)
                 return None
             self._records.step = step
+            if fingerprints := [stepped.weights for stepped in ranks if stepped.weights]:
+                self._witness.see(step, fingerprints)
             if step % self.config.weights.every == 0 or step == self.config.steps:
                 self._published = self.version
-            self._unrecorded = step, trainer_figures([figures for figures, _ in ranks])
+            self._unrecorded = step, trainer_figures([stepped.figures for stepped in ranks])
             return self._unrecorded[1]
 
     def _set_steps(self, steps: int) -> None:
@@ -347,6 +352,11 @@ class Running:
 
     async def _evaluated(self, prompts: int, min_step: int, task: TaskSpec | None = None) -> Evaluated:
         workers: list[RolloutWorker] = [self._rollouts.slice(worker=i) for i in range(self.config.rollout.workers)]
+        while self.config.eval.pin:
+            async with self._replicas.pinned(min_step) as replica:
+                evaluated = await evaluate(workers, prompts, min_step, task, replica)
+            if not evaluated.mixed:  # else the replica was lost
+                return evaluated
         return await evaluate(workers, prompts, min_step, task)
 
 
