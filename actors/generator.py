@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from monarch.actor import Actor, concurrent_endpoint, current_rank
@@ -22,8 +23,11 @@ from monarch_rl.supervise import answer
 from monarch_rl.types import Generation, Sampling, Version
 
 if TYPE_CHECKING:
+    from monarch.actor import Port
+
     from actors.metrics import Metrics
     from actors.publisher import Publisher
+    from monarch_rl.engine_bursts import Burst
     from monarch_rl.weights.plan import LoadPlan
     from monarch_rl.weights.pull import Reader, Target
     from monarch_rl.weights.slots import SlotBuffers
@@ -44,8 +48,10 @@ class Generator(Actor):
         self._pulls = GeneratorReport(replica)
         self._report_due: asyncio.TimerHandle | None = None
         self._following: asyncio.Task[None] | None = None
+        self._workers: dict[str, Port[tuple[int, Burst]]] = {}
         self._pinned, self._unpinned = False, asyncio.Event()
         self._unpinned.set()
+        self._base_checked = False
 
     @concurrent_endpoint
     async def start(self, ranks: Generator | None = None) -> LoadPlan:
@@ -65,9 +71,9 @@ class Generator(Actor):
         self._ranks = ranks
         if ranks is not None:
             self._rank = current_rank().rank
-        directory = str(model_directory(config.model.path))
+        self._directory = str(model_directory(config.model.path, weights=config.model.lora.rank > 0))
         self._engine = Engine(
-            directory,
+            self._directory,
             config.model.dtype,
             seed=config.seed,
             overrides=dict(config.generator.engine),
@@ -75,6 +81,8 @@ class Generator(Actor):
             keep_masks=config.generator.keep_mask and Sampling.of(config.generator).truncates,
             keep_routing=config.generator.keep_routing,
             stop_texts=bool(config.generator.stop),
+            lora=config.model.lora,
+            burst_tokens=config.generator.burst_tokens,
             tensor_parallel=config.generator.tensor_parallel,
         )
         try:
@@ -86,30 +94,45 @@ class Generator(Actor):
         return self._plan
 
     @concurrent_endpoint
-    async def generate(self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int) -> list[Generation]:
+    async def generate(
+        self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int, stream: tuple[str, int] | None = None
+    ) -> list[Generation]:
         """Sample one completion per seed, each as a request of its own.
 
-        Waits until this replica holds at least step `min_step` (the gate of the admission rule).
+        Waits until this replica holds at least step `min_step` (the gate of the admission rule). `stream`: who was introduced and shall be
+        told meanwhile, every `generator.burst_tokens` tokens, what was sampled, and the number that this is to have.
         """
         await self._holds(min_step)
         if self._pulls.asleep:
             self._report_soon()  # that it is busy again
         with timeline.span("generate", episodes=len(seeds)):
-            generations = await self._engine.generate_group(ids, sampling, seeds)
+            tell = partial(self._send_burst, *stream) if stream else None
+            generations = await self._engine.generate_group(ids, sampling, seeds, tell)
         for generation in generations:
             generation.replica = self._replica
         self._report_soon()
         return generations
 
     @concurrent_endpoint
-    async def follow(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str]) -> None:
+    async def introduce(self, worker: str, port: Port[tuple[int, Burst]]) -> None:
+        """Where a rollout worker hears what its requests have sampled so far."""
+        port.return_undeliverable = False  # one that is gone misses nothing
+        self._workers[worker] = port
+
+    @concurrent_endpoint
+    async def follow(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str], base: dict[str, int]) -> None:
         """Pull and swap every version that the trainers publish, until `unfollow`.
 
         Args:
             rings: of each trainer rank: for each rank of a generator its slots.
             plans: digests of the load plans that the slots are laid out for, by rank.
+            base: the trainer's fingerprints of the base model; empty where all weights travel, or nothing is to be compared.
+
+        Raises:
+            WeightsDiffer: the engine has read another base model than the trainer.
         """
         reader = await self._reader(publishers, rings, plans)
+        await self._check_base(base)
         self._following = asyncio.create_task(self._follow(reader), name="follow")
         await asyncio.wait({self._following})
         if not self._following.cancelled():
@@ -191,11 +214,22 @@ class Generator(Actor):
         return await self._engine.fingerprints()
 
     @concurrent_endpoint
+    async def base_fingerprints(self) -> dict[str, int]:
+        """The same of the base model, where only adapters travel."""
+        (found,) = await self._engine.fingerprints(base=True)
+        return found
+
+    @concurrent_endpoint
     async def shut(self) -> None:
         """Stop pulling and decoding."""
         if self._following is not None:
             self._following.cancel()
         await self._engine.close()
+
+    def _send_burst(self, worker: str, number: int, burst: Burst) -> None:
+        for _, generation in burst:
+            generation.replica = self._replica
+        self._workers[worker].send((number, burst))
 
     async def _reader(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str]) -> Reader:
         """Of this replica, all of whose ranks are prepared to pull."""
@@ -250,7 +284,7 @@ class Generator(Actor):
 
         await self._unpinned.wait()
         target = await reader.newer(self._engine.version)
-        before, start_ns = self._engine.stats().tokens, time.time_ns()
+        before, start_ns, started = self._engine.stats().tokens, time.time_ns(), time.perf_counter()
         try:
             await reader.pull(target)
         except RejectedPull:
@@ -260,7 +294,7 @@ class Generator(Actor):
             return
         if self._pinned:  # meanwhile; what is newest when that is over is pulled then
             return
-        pulled_ns = time.time_ns()
+        pulled_ns, self._pulls.pull_s = time.time_ns(), time.perf_counter() - started
         pause_s = await self._swap(target.version)
         self._pulls.bytes_per_pull, self._pulls.deltas = self._moved, self._puller.deltas
         self._swapped(target.version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - before)
@@ -276,6 +310,18 @@ class Generator(Actor):
                 raise WeightsDiffer(f"{self.name}: {error.__cause__}") from error
             raise
 
+    async def _check_base(self, expected: dict[str, int]) -> None:
+        from monarch_rl.weights.pull import WeightsDiffer
+
+        if self._base_checked or not expected:
+            return
+        (found,) = await self._engine.fingerprints(base=True)
+        if other := [name for name in expected | found if expected.get(name) != found.get(name)]:
+            raise WeightsDiffer(
+                f"{self.name}: the base model that it has read from {self._directory} is not the trainer's: {other[0]} differs"
+            )
+        self._base_checked = True
+
     async def _holds(self, min_step: int) -> None:
         while self._engine.version is None or self._engine.version.step < min_step:
             arrived = self._arrived
@@ -287,7 +333,7 @@ class Generator(Actor):
         timeline.add(timeline.Span("pull", start_ns, pulled_ns, {"version": str(version), "tokens_meanwhile": tokens_meanwhile}))
         timeline.add(timeline.Span("swap", pulled_ns, time.time_ns(), {"version": str(version)}))
         pulls = self._pulls
-        pulls.step, pulls.pull_s, pulls.pause_s = version.step, (pulled_ns - start_ns) / 1e9, pause_s
+        pulls.step, pulls.pause_s = version.step, pause_s
         pulls.pulled += 1
         pulls.tokens_during_pulls += tokens_meanwhile
         self._report()

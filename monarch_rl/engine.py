@@ -18,15 +18,17 @@ from itertools import count
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from monarch_rl.engine_bursts import Burst, Bursts, Call, Request
 from monarch_rl.engine_channels import Recorded
-from monarch_rl.engine_requests import Call, count_tokens, generation_of, request_parameters, room_for
-from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, salt_anew, tensor_shapes, unpack
+from monarch_rl.engine_requests import count_tokens, generation_of, go_on, request_parameters, room_for
+from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, record_loads, salt_anew, unpack
 from monarch_rl.lockstep import Job, Jobs, Lockstep, meet
 from monarch_rl.types import Generation, Sampling, Version
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from monarch_rl.config import LoraConfig
     from monarch_rl.weights.plan import LoadPlan
 
 T = TypeVar("T")
@@ -55,12 +57,14 @@ class Engine:
     """One vLLM engine. All methods are to be called from the event loop that called `start`.
 
     Args:
-        model_path: a Hugging Face directory or hub name; only its configuration is read, weights arrive by `swap`.
+        model_path: a Hugging Face directory or hub name; only its configuration is read, weights arrive by `swap`. See `lora`.
         overrides: `generator.engine.*`, passed on to vLLM's EngineArgs.
         kv: what becomes of the keys and values of unfinished requests at a swap.
         keep_masks: generations have the channel `MASK`, even those that leave nothing out.
         keep_routing: generations of a mixture of experts have the channel `ROUTING`; their prefixes are never taken from the cache.
+        lora: with a rank, weights are the model's own and stay so, and what arrives by `swap` is the adapter of all requests.
         stop_texts: requests may have `Sampling.stop`, for which vLLM loads the tokenizer.
+        burst_tokens: tokens after which a call that asks for it is told what its requests have sampled, again and again; 0: never.
         tensor_parallel: ranks that share the weights, one engine each. Rank 0 is asked; of the others only `start`, `stage` and `failed`
             are to be called.
     """
@@ -76,11 +80,15 @@ class Engine:
         keep_masks: bool = False,
         keep_routing: bool = False,
         stop_texts: bool = False,
+        lora: LoraConfig | None = None,
+        burst_tokens: int = 0,
         tensor_parallel: int = 1,
     ) -> None:
-        self._model_path, self._kv, self._tensor_parallel = model_path, kv, tensor_parallel
+        self._model_path, self._kv, self._lora = model_path, kv, lora if lora and lora.rank else None
+        self._tensor_parallel = tensor_parallel
         switches = {"keep_masks": keep_masks, "keep_routing": keep_routing, "stop_texts": stop_texts}
-        self._build_llm = partial(build_llm, model_path, dtype, seed, overrides, tensor_parallel=tensor_parallel, **switches)
+        shared = {"lora": self._lora, "tensor_parallel": tensor_parallel}
+        self._build_llm = partial(build_llm, model_path, dtype, seed, overrides, **shared, **switches)
         self._failure: EngineError | None = EngineError("the engine was not started")
         self._waiting: set[asyncio.Future[Any]] = set()
         self._jobs = Jobs()
@@ -92,7 +100,8 @@ class Engine:
         self._llm: Any = None
         self._recorded = Recorded(0)
         self._version: Version | None = None
-        self._requests: dict[str, tuple[Call, int, str]] = {}
+        self._requests: dict[str, Request] = {}
+        self._bursts = Bursts(burst_tokens)
         self._results: list[tuple[asyncio.Future[Any], Any]] = []
         self._doing = "starting"
         self._tokens = self._steps = self._swaps = 0
@@ -125,9 +134,11 @@ class Engine:
         (generation,) = await self._generate(ids, sampling, {request_id or str(next(self._ids)): seed})
         return generation
 
-    async def generate_group(self, ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
-        """`generate` once per seed; costs less than as many calls."""
-        return await self._generate(ids, sampling, {str(next(self._ids)): seed for seed in seeds})
+    async def generate_group(
+        self, ids: Sequence[int], sampling: Sampling, seeds: Sequence[int], tell: Callable[[Burst], None] | None = None
+    ) -> list[Generation]:
+        """`generate` once per seed; costs less than as many calls. `tell` is told of bursts, on the event loop."""
+        return await self._generate(ids, sampling, {str(next(self._ids)): seed for seed in seeds}, tell)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its `generate` returns what it has, with finish reason `abort`. An unknown or finished one is let be."""
@@ -156,9 +167,10 @@ class Engine:
         """
         return await self._ask(methodcaller("_swap", version))
 
-    async def fingerprints(self) -> list[dict[str, int]]:
-        """For each rank: checkpoint tensor → checksum of what the engine holds of it, see `weights.slots.fingerprints`."""
-        return await self._ask(methodcaller("_fingerprints"))
+    async def fingerprints(self, *, base: bool = False) -> list[dict[str, int]]:
+        """For each rank: checkpoint tensor → checksum of what the engine holds of it, see `weights.slots.fingerprints`; `base`: of
+        `LoadPlan.base`."""
+        return await self._ask(methodcaller("_fingerprints", base))
 
     async def failed(self) -> None:
         """Raises EngineError when the engine fails; until then it waits."""
@@ -181,14 +193,16 @@ class Engine:
         if self._failure is not None:
             raise EngineError(str(self._failure)) from self._failure.__cause__
 
-    async def _generate(self, ids: Sequence[int], sampling: Sampling, seeds: dict[str, int]) -> list[Generation]:
+    async def _generate(
+        self, ids: Sequence[int], sampling: Sampling, seeds: dict[str, int], tell: Callable[[Burst], None] | None = None
+    ) -> list[Generation]:
         """One request per name and seed."""
         self._check()
         if self._version is None:
             raise EngineError("the engine holds no weights yet: nothing can be generated before the first swap")
         # Before the promise: one that nobody awaits would be heard of when the engine closes.
         room = room_for(ids, sampling, self._llm.model_config, self._context)
-        call = Call(future := self._promise(), len(seeds))
+        call = Call(future := self._promise(), len(seeds), tell)
         self._jobs.put(Job(methodcaller("_admit", call, seeds, list(ids), sampling, room)))
         try:
             return [generation_of(output, self._recorded) for output in await future]
@@ -270,16 +284,17 @@ class Engine:
         self._doing = "decoding"
         start = time.perf_counter()
         for output in self._llm.step():
-            call, index, _ = self._requests.pop(output.request_id)
-            self._finish(call, index, output)
+            self._finish(self._requests.pop(output.request_id), output)
         self._steps += 1
+        for call in self._bursts.due(self._steps):
+            if call.tell and (burst := call.burst(self._recorded)):
+                self._tell(call.tell, burst)
         self._busy_s += time.perf_counter() - start
 
-    def _finish(self, call: Call, index: int, output: Any) -> None:
-        call.outputs[index] = output
-        call.missing -= 1
-        if not call.missing and call.future is not None:
-            self._results.append((call.future, call.outputs))
+    def _finish(self, request: Request, output: Any) -> None:
+        call = request.call
+        if call.finish(request.index, output) and call.future is not None:
+            self._results.append((call.future, [call.outputs[index] for index in range(len(call.outputs))]))
 
     def _admit(self, call: Call, seeds: dict[str, int], ids: list[int], sampling: Sampling, room: int) -> None:
         from vllm.inputs.engine import tokens_input
@@ -293,11 +308,12 @@ class Engine:
         # The salt keeps a prefix that other weights computed from being found in the cache.
         prompt = tokens_input(ids, cache_salt=str(self._version))
         for index, (name, seed) in enumerate(seeds.items()):
-            self._requests[name] = (
-                call,
-                index,
-                self._llm.add_request(name, prompt, request_parameters(sampling, seed, room, self._recorded)),
-            )
+            parameters = request_parameters(sampling, seed, room, self._recorded)
+            internal = self._llm.add_request(name, prompt, parameters, lora_request=self._adapter)
+            state = self._llm.output_processor.request_states[internal]
+            go_on(self._llm, state, sampling)
+            self._requests[name] = call.running[index] = Request(call, index, state)
+        self._bursts.expect(call, self._steps)
 
     def _abandon(self, names: Iterable[str]) -> None:
         for name in names:
@@ -309,12 +325,11 @@ class Engine:
         if name not in self._requests:
             return
         self._doing = "aborting a request"
-        call, index, internal = self._requests.pop(name)
+        request = self._requests.pop(name)
         # vLLM returns nothing for an aborted request, so what it sampled is taken first.
-        state = self._llm.output_processor.request_states[internal]
-        output = state.make_request_output([], None, FinishReason.ABORT, None)
-        self._llm.abort_request([internal], internal=True)
-        self._finish(call, index, output)
+        output = request.state.make_request_output([], None, FinishReason.ABORT, None)
+        self._llm.abort_request([request.state.request_id], internal=True)
+        self._finish(request, output)
 
     def _swap(self, version: Version) -> float:
         import torch
@@ -352,9 +367,11 @@ class Engine:
             return difference
         return None
 
-    def _fingerprints(self) -> list[dict[str, int]]:
+    def _fingerprints(self, base: bool) -> list[dict[str, int]]:
         from monarch_rl.weights.slots import fingerprints
 
+        if base:
+            return self._jobs.gather(fingerprints(self._plan.base, self._base_views) if self._plan.base else {})
         return self._jobs.gather(self._read_live(partial(fingerprints, self._plan)))
 
     def _read_live(self, read: Callable[[list[Tensor]], T]) -> T:
@@ -365,10 +382,6 @@ class Engine:
         return found
 
     def _build(self) -> LoadPlan:
-        from vllm.config import set_current_vllm_config
-
-        from monarch_rl.weights.plan import record
-
         if self._tensor_parallel > 1:
             meet()
         self._llm, self._recorded = self._build_llm()
@@ -376,9 +389,7 @@ class Engine:
         count_tokens(self._llm, self._count)
         (model,) = self._llm.apply_model(lambda model: model)
         self._experts = experts_to_pack(model)
-        # Some of vLLM's models are built on transformers' classes and look for the configuration wherever one is made.
-        with set_current_vllm_config(self._llm.vllm_config):
-            self._plan, self._views = record(model, tensor_shapes(self._model_path))
+        self._plan, self._views, self._base_views, self._adapter = record_loads(self._llm, model, self._model_path, self._lora)
         if self._tensor_parallel > 1:
             self._jobs.lockstep = Lockstep(self._llm)
         return self._plan

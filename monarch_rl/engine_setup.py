@@ -11,13 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monarch_rl import engine_adapter
+from monarch_rl.config import UserError
 from monarch_rl.engine_channels import Experts, Recorded, record_masks, record_routing
 from monarch_rl.supervise import root
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from monarch_rl.weights.plan import Shape
+    from monarch_rl.config import LoraConfig
+    from monarch_rl.weights.plan import LoadPlan, Shape
 
 CPU_CONTEXT = 4096
 """Tokens; the longest sequence on CPU unless the model's own limit is lower or `generator.engine.max_model_len` says otherwise."""
@@ -79,6 +82,7 @@ def build_llm(
     keep_masks: bool,
     keep_routing: bool,
     stop_texts: bool = False,
+    lora: LoraConfig | None = None,
     tensor_parallel: int = 1,
 ) -> tuple[Any, Recorded]:
     """An LLMEngine that has sampled one token, so that what this machine cannot run fails now and not at the first request.
@@ -98,11 +102,15 @@ def build_llm(
     if cpu:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # there is no Triton for CPUs
         _keep_weights_live()
+        if lora:
+            engine_adapter.multiply_once()
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     experts = experts_to_keep(model_path) if keep_routing else None
     # vLLM's own switches need its second model runner, which there is not on CPUs.
     switches = {"return_sampling_mask": keep_masks, "enable_return_routed_experts": experts is not None}
     own: dict[str, Any] = {"skip_tokenizer_init": not stop_texts} | ({} if cpu else {name: True for name, on in switches.items() if on})
+    if lora:
+        own |= engine_adapter.arguments(lora.rank, tensor_shapes(model_path, lora)[1])
     own["tensor_parallel_size"] = tensor_parallel
     if tensor_parallel > 1:
         own["distributed_executor_backend"] = "external_launcher"
@@ -140,7 +148,7 @@ def experts_to_keep(model_path: str) -> Experts | None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path).get_text_config()
-    count = most_experts(config)
+    count = count_experts(config)
     if count <= 1:
         return None
     if config.model_type not in REPLAYED:
@@ -151,9 +159,10 @@ def experts_to_keep(model_path: str) -> Experts | None:
     return Experts(count, config.num_hidden_layers, config.num_experts_per_tok)
 
 
-def most_experts(config: Any) -> int:
-    """Of a layer; 0 where the model is no mixture."""
-    return max([0, *(found for name in EXPERTS if isinstance(found := getattr(config, name, None), int))])
+def count_experts(config: Any) -> int:
+    """Of a model's configuration; 0 or 1 where it is no mixture of experts."""
+    text = config.get_text_config()
+    return max([0, *(found for name in EXPERTS if isinstance(found := getattr(text, name, None), int))])
 
 
 def check_split(model_path: str, ranks: int) -> None:
@@ -166,7 +175,7 @@ def check_split(model_path: str, ranks: int) -> None:
 
     config = AutoConfig.from_pretrained(model_path).get_text_config()
     key = f"generator.tensor_parallel={ranks}"
-    if most_experts(config) > 1:
+    if count_experts(config) > 1:
         raise EngineError(f"{key}: a mixture of experts ({config.model_type}) cannot be shared by ranks yet; set it to 1")
     heads = int(config.num_attention_heads)
     kv = int(getattr(config, "num_key_value_heads", None) or heads)
@@ -249,13 +258,14 @@ def _packed_order(weights: Tensor, isa: str) -> Tensor:
 
 def _arguments(overrides: dict[str, Any], known: set[str], **own: Any) -> dict[str, Any]:
     """EngineArgs with the user's overrides, which may not undo what the versions and logprobs of tokens rest on."""
-    fixed = own | {
+    fixed = {
         "load_format": "dummy",
         "logprobs_mode": "processed_logprobs",
         "async_scheduling": False,
         "generation_config": "vllm",
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
+        **own,
     }
     for key, value in overrides.items():
         if key not in known:
@@ -311,11 +321,35 @@ def _kv_bytes(config: Any, context: int, dtype: str) -> int:
     return int(2 * config.num_hidden_layers * heads * size * tokens * (4 if dtype == "float32" else 2))
 
 
-def tensor_shapes(model_path: str) -> dict[str, Shape]:
-    """Name → shape of what a trainer holds of this model; tied tensors once."""
+def record_loads(llm: Any, model: Any, model_path: str, lora: LoraConfig | None) -> tuple[LoadPlan, list[Tensor], list[Tensor], Any]:
+    """The plan of what arrives, where its pieces go, where those of its base are (with adapters), and what requests say of the adapter."""
+    from vllm.config import set_current_vllm_config
+
+    from monarch_rl.weights.plan import record
+
+    weights, adapter = tensor_shapes(model_path, lora)
+    # Some of vLLM's models are built on transformers' classes and look for the configuration wherever one is made.
+    with set_current_vllm_config(llm.vllm_config):
+        if lora is None:
+            return *record(model, weights), [], None
+        return *engine_adapter.record_adapter(llm, model, weights, adapter, lora.rank), engine_adapter.request()
+
+
+def tensor_shapes(model_path: str, lora: LoraConfig | None = None) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """Name → shape of what a trainer holds of this model, tied tensors once, and of its adapters.
+
+    Raises:
+        UserError: the adapters do not fit the model.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from monarch_rl.weights import adapters
+
+    config = AutoConfig.from_pretrained(model_path)
+    if lora and count_experts(config) > 1:
+        raise UserError(f"model.lora.rank: adapters on a mixture of experts ({config.model_type}) are not supported")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        model = AutoModelForCausalLM.from_config(config)
+    weights = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return weights, adapters.shapes(model, lora) if lora else {}

@@ -41,6 +41,8 @@ class Source(NamedTuple):
     """Of each trainer rank: for each rank of a generator its slots."""
     plans: list[str]
     """Digests of the load plans that the slots are laid out for, by rank of a generator."""
+    base: dict[str, int]
+    """Fingerprints of the base model that generators must have read, where only adapters travel."""
 
 
 class Replicas:
@@ -114,7 +116,8 @@ class Replicas:
 
     async def pull(self, number: int, newest: Version) -> None:
         """Have one that does not follow pull once."""
-        await answer(self.live[number].pull.call_one(*self._source, newest), f"generator {number} (pull)", LEAVE_DEADLINE_S)
+        publishers, rings, plans, _ = self._source
+        await answer(self.live[number].pull.call_one(publishers, rings, plans, newest), f"generator {number} (pull)", LEAVE_DEADLINE_S)
 
     @contextlib.asynccontextmanager
     async def pinned(self, min_step: int) -> AsyncIterator[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -49,6 +50,16 @@ async def ended(waited: asyncio.Future[Any]) -> None:
     await asyncio.shield(waited)
 
 
+async def together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all at once. The first failure ends the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for one in work:
+                tasks.create_task(one)
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
 def root(error: BaseException) -> BaseException:
     """The innermost actor's exception, without the layers around it; of a group the first."""
     inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else getattr(error, "exception", None)
@@ -63,10 +74,12 @@ def cause(error: BaseException) -> str:
 
 
 DEATH = re.compile(
-    r"(?P<actor>\w+)\{[^}]*?(?P<rank>\d+)/(?P<size>\d+)\}> (?:failed|and all its descendants have failed|has status):\s+(?P<why>.*)",
+    r"\b(?P<actor>\w+)\{[^}]{0,200}?(?P<rank>\d+)/(?P<size>\d+)\}> "
+    r"(?:failed|and all its descendants have failed|has status):\s+(?P<why>.*)",
     re.DOTALL,
 )
-"""Monarch's report of a dead actor, e.g. `actor <root>.<actors.trainer.Trainer trainer{'rank': 1/2}> failed: …`."""
+"""Monarch's report of a dead actor, in bounds that let any text be searched in a time that grows with its length alone;
+e.g. `actor <root>.<actors.trainer.Trainer trainer{'rank': 1/2}> failed: …`."""
 PROCESS_DIED = re.compile(r"the process this actor was running on ")
 LAST_WORDS = re.compile(r"^ *([A-Za-z_][\w.]*: .*|[A-Za-z_][\w.]*)$", re.MULTILINE)
 """Lines of an indented traceback that name an exception."""

@@ -107,7 +107,7 @@ def test_recipe_by_path_is_named_after_the_file() -> None:
 
 
 def test_unknown_recipe() -> None:
-    said = "did you mean 'grpo_qwen'? recipes: calculator, cispo, dapo, grpo_qwen, gspo, rloo; a path must end in .yaml"
+    said = "did you mean 'grpo_qwen'? recipes: calculator, cispo, dapo, grpo_qwen, grpo_qwen_lora, gspo, rloo; a path must end in .yaml"
     assert refusal("recipe=grpo_qwne") == f"no recipe 'grpo_qwne'; {said}"
     assert refusal("recipe=no/such.yaml") == "recipe=no/such.yaml: there is no such file"
 
@@ -396,6 +396,10 @@ def test_round_trip_keeps_a_profile_that_this_machine_would_not_pick() -> None:
             "trainer.loss=notebook:fn was defined in a notebook: put it into a file, and use trainer.loss=path/to/file.py:fn",
         ),
         ("rollout.deadline_s=0", "rollout.deadline_s: must be a finite number above 0, got 0.0"),
+        (
+            "generator.tensor_parallel=2 model.lora.rank=4",
+            "generator.tensor_parallel=2: ranks cannot share adapters yet; set it to 1, or model.lora.rank=0",
+        ),
         ("generator.engine.model=x", "generator.engine.model: not passed on to vLLM; set model.path"),
         (
             "generator.engine.tensor_parallel_size=2",
@@ -455,7 +459,7 @@ def test_a_configuration_made_in_python_is_checked_too(config: Config, key: str)
 def test_every_shipped_recipe_resolves(name: str) -> None:
     """A recipe named after a loss or an advantage has it."""
     trainer = load([f"recipe={name}", "profile=auto"]).config.trainer
-    assert name in (trainer.loss, trainer.advantage, "grpo_qwen", "calculator")
+    assert name in (trainer.loss, trainer.advantage, "grpo_qwen", "grpo_qwen_lora", "calculator")
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
