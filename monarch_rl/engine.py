@@ -86,9 +86,9 @@ class Engine:
     ) -> None:
         self._model_path, self._kv, self._lora = model_path, kv, lora if lora and lora.rank else None
         self._tensor_parallel = tensor_parallel
-        switches = {"keep_masks": keep_masks, "keep_routing": keep_routing, "stop_texts": stop_texts}
-        shared = {"lora": self._lora, "tensor_parallel": tensor_parallel}
-        self._build_llm = partial(build_llm, model_path, dtype, seed, overrides, **shared, **switches)
+        switches: dict[str, Any] = {"keep_masks": keep_masks, "keep_routing": keep_routing, "stop_texts": stop_texts}
+        switches |= {"lora": self._lora, "tensor_parallel": tensor_parallel}
+        self._build_llm = partial(build_llm, model_path, dtype, seed, overrides, **switches)
         self._failure: EngineError | None = EngineError("the engine was not started")
         self._waiting: set[asyncio.Future[Any]] = set()
         self._jobs = Jobs()
