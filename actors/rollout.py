@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
+from monarch.actor import Actor, ActorError, concurrent_endpoint
 
 from actors.metrics import Records
 from monarch_rl.config import Config, UserError
 from monarch_rl.generator_config import GeneratorConfig
 from monarch_rl.observe import timeline
+from monarch_rl.routes import Routes
 from monarch_rl.supervise import answer, cause
 from monarch_rl.types import Episode, Generation, Group, Lease, Prompt, Sampling, Split, Version
 
@@ -73,58 +73,6 @@ class Purpose:
     attempt: int = 1
 
 
-class Routes:
-    """The generators that a worker sends requests to, and how many of its episodes each works on."""
-
-    def __init__(self, generators: Mapping[int, Generator]) -> None:
-        self._generators = dict(generators)
-        self._load = Counter[int]()
-        self._changed = asyncio.Event()
-
-    def add(self, replica: int, generator: Generator) -> None:
-        self._generators[replica] = generator
-        self._tell()
-
-    def lose(self, replica: int) -> None:
-        """Choose it no more."""
-        self._generators.pop(replica, None)
-
-    async def drain(self, replica: int) -> None:
-        """Choose it no more, and wait until nothing is left to come back from it."""
-        self.lose(replica)
-        while self._load[replica]:
-            await self._changed.wait()
-
-    async def generate(
-        self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int, replica: int | None = None
-    ) -> list[Generation]:
-        """By the replica that has least to do, or by one that has seen the beginning before and is still here.
-
-        A replica that is lost meanwhile is asked no more, and another does it again; where there is none, one is waited for.
-        """
-        from monarch_rl.engine_setup import is_lost
-
-        while True:
-            while not self._generators:
-                await self._changed.wait()
-            chosen = replica if replica in self._generators else min(self._generators, key=self._load.__getitem__)
-            self._load[chosen] += len(seeds)
-            try:
-                generations: list[Generation] = await self._generators[chosen].generate.call_one(ids, sampling, seeds, min_step)
-                return generations
-            except Exception as error:
-                if not is_lost(error):
-                    raise
-                self.lose(chosen)
-            finally:
-                self._load[chosen] -= len(seeds)
-                self._tell()
-
-    def _tell(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-
 def episode_seed(run_seed: int, purpose: str, ordinal: int, attempt: int, index: int, turn: int = 0) -> int:
     """A sampling seed of its own for every turn of every episode: 63 bits of a hash, the same on every machine."""
     name = f"{run_seed}/{purpose}/{ordinal}/{attempt}/{index}" + (f"/{turn}" if turn else "")
@@ -145,21 +93,21 @@ class RolloutWorker(Actor):
     def __init__(
         self,
         config: Config,
+        number: int,
         buffer: ReplayBuffer,
         generators: Mapping[int, Generator],
-        scorers: Sequence[Scorer],
+        scorers: Mapping[int, Scorer],
         metrics: Metrics | None = None,
     ) -> None:
         from monarch_rl.rendering import Renderer
         from monarch_rl.tasks import load_task
 
-        self._config, self._buffer, self._scorers = config, buffer, scorers
-        self.name = f"rollout {current_rank().rank}"
+        self._config, self._buffer = config, buffer
+        self.name = f"rollout {number}"
         self._records = Records(metrics, self.name)
         self._renderer = Renderer.of(config.model)
         self._task = load_task(config.task, config.task_args, config.seed)
-        self._routes = Routes(generators)
-        self._asked = [0] * len(scorers)
+        self._generators, self._scorers = Routes(generators), Routes(scorers)
         self._sampling = Sampling.of(config.generator, self._renderer.stop_ids)
 
     @concurrent_endpoint
@@ -178,17 +126,31 @@ class RolloutWorker(Actor):
     @concurrent_endpoint
     async def add_generator(self, replica: int, generator: Generator) -> None:
         """Requests may go there from now on."""
-        self._routes.add(replica, generator)
+        self._generators.add(replica, generator)
 
     @concurrent_endpoint
     async def lose_generator(self, replica: int) -> None:
         """It is gone; what it was asked is asked of others."""
-        self._routes.lose(replica)
+        self._generators.lose(replica)
 
     @concurrent_endpoint
     async def drain_generator(self, replica: int) -> None:
         """No request goes there any more; answers when the last one has come back."""
-        await self._routes.drain(replica)
+        await self._generators.drain(replica)
+
+    @concurrent_endpoint
+    async def add_scorer(self, number: int, scorer: Scorer) -> None:
+        """It may be asked from now on."""
+        self._scorers.add(number, scorer)
+
+    @concurrent_endpoint
+    async def lose_scorer(self, number: int) -> None:
+        """It is gone; what it was asked is asked of others."""
+        self._scorers.lose(number)
+
+    @concurrent_endpoint
+    async def alive(self) -> None:
+        """Answers while this worker gets on with anything at all."""
 
     @concurrent_endpoint
     async def evaluate(self, indices: Sequence[int], min_step: int, task: TaskSpec | None = None) -> Evaluation:
@@ -248,7 +210,7 @@ class RolloutWorker(Actor):
         start_ns = time.time_ns()
         ids = self._render(prompt)
         seeds = [partial(episode_seed, self._config.seed, work.split, prompt.ordinal, work.attempt, index) for index in range(episodes)]
-        generations = await self._routes.generate(ids, work.sampling, [seed() for seed in seeds], work.min_step)
+        generations = await self._generate(ids, work.sampling, [seed() for seed in seeds], work.min_step)
         rolled = [Trajectory(ids) for _ in seeds]
         for trajectory, generation in zip(rolled, generations, strict=True):
             self._append(trajectory, generation)
@@ -260,6 +222,16 @@ class RolloutWorker(Actor):
             timeline.add(timeline.Span("rollout", start_ns, time.time_ns(), {"prompt": prompt.ordinal}))
             self._records.soon()
         return group
+
+    async def _generate(
+        self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int, replica: int | None = None
+    ) -> list[Generation]:
+        """By the replica that has least to do, or by one that has seen the beginning before and is still here."""
+
+        def ask(generator: Generator) -> Future[list[Generation]]:
+            return generator.generate.call_one(ids, sampling, seeds, min_step)
+
+        return await self._generators.ask(ask, len(seeds), replica)
 
     def _render(self, prompt: Prompt) -> list[int]:
         try:
@@ -282,7 +254,7 @@ class RolloutWorker(Actor):
             told = self._renderer.continuation(content, after=trajectory.last_id)
             sampling, seeds = replace(work.sampling, max_new_tokens=left), [seed(turn=len(trajectory.turns))]
             try:
-                (generation,) = await self._routes.generate(trajectory.ids + told, sampling, seeds, work.min_step, trajectory.replica)
+                (generation,) = await self._generate(trajectory.ids + told, sampling, seeds, work.min_step, trajectory.replica)
             except ActorError as error:
                 if not isinstance(error.exception, PromptTooLong):
                     raise
@@ -315,7 +287,7 @@ class RolloutWorker(Actor):
                 episode.reward = fixed
             elif episode.error is None:
                 asked.append(episode)
-        parts = min(len(self._scorers), len(asked))
+        parts = min(max(1, len(self._scorers)), len(asked))
         await together([self._judge(group.prompt, work, asked[part::parts]) for part in range(parts)])
 
     async def _judge(self, prompt: Prompt, work: Purpose, episodes: list[Episode]) -> None:
@@ -326,9 +298,5 @@ class RolloutWorker(Actor):
 
     async def _ask_scorer(self, prompt: Prompt, episodes: int, ask: Callable[[Scorer], Future[Any]]) -> Any:
         """By the scorer that has least to do; each takes one at a time."""
-        chosen = min(range(len(self._asked)), key=self._asked.__getitem__)
-        self._asked[chosen] += episodes
-        try:
-            return await answer(ask(self._scorers[chosen]), f"scorer (prompt {prompt.ordinal})", self._config.rollout.deadline_s)
-        finally:
-            self._asked[chosen] -= episodes
+        who, deadline_s = f"scorer (prompt {prompt.ordinal})", self._config.rollout.deadline_s
+        return await self._scorers.ask(lambda scorer: answer(ask(scorer), who, deadline_s), episodes)

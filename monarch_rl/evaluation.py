@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from monarch_rl.routes import Routes
+
 if TYPE_CHECKING:
-    from actors.rollout import RolloutWorker
+    from actors.rollout import Evaluation, RolloutWorker
     from monarch_rl.tasks import TaskSpec
 
 
@@ -31,11 +32,18 @@ class Evaluated:
         return accuracy | {"eval/prompts": self.prompts, "eval/unscorable": self.unscorable, "eval/version": self.version}
 
 
-async def evaluate(workers: Sequence[RolloutWorker], prompts: int, min_step: int, task: TaskSpec | None = None) -> Evaluated:
-    """Sample `prompts` held-out prompts with weights of at least step `min_step`; `task` in place of the one that is trained."""
-    count = len(workers)
-    asked = [worker.evaluate.call_one(range(i, prompts, count), min_step, task).as_asyncio() for i, worker in enumerate(workers)]
-    parts = await asyncio.gather(*asked)
+async def evaluate(workers: Routes[RolloutWorker], prompts: int, min_step: int, task: TaskSpec | None = None) -> Evaluated:
+    """Sample `prompts` held-out prompts with weights of at least step `min_step`; `task` in place of the one that is trained.
+
+    What a worker that is lost had to do is done again by another.
+    """
+    count = max(1, len(workers))
+
+    async def part(first: int) -> Evaluation:
+        indices = range(first, prompts, count)
+        return await workers.ask(lambda worker: worker.evaluate.call_one(indices, min_step, task), len(indices))
+
+    parts = await asyncio.gather(*map(part, range(count)))
     rewards = [reward for part in parts for reward in part.rewards]
     versions = [version for part in parts for version in (part.first, part.last) if version is not None]
     first, last = (min(versions), max(versions)) if versions else ("", "")

@@ -164,7 +164,8 @@ class Session(Running):
         if "trainer.lr" in changed:
             await answer(self._trainers.set_lr.call(config.trainer.lr), "trainers (learning rate)", START_DEADLINE_S)
         if changed.keys() & {f"generator.{name}" for name in SAMPLED_BY}:
-            await answer(self._rollouts.set_sampling.call(config.generator), "rollout workers (sampling)", 60.0)
+            asked = config.generator
+            await self._rollouts.each(lambda worker: worker.set_sampling.call_one(asked), "rollout workers (sampling)", 60.0)
         if "buffer.max_age" in changed:
             await answer(self._buffer.set_max_age.call_one(config.buffer.max_age), "replay buffer (max_age)", 60.0)
         for name in vars(config):

@@ -77,8 +77,8 @@ class Rig:
         config.generator.group_size = len(next(iter(script.values())))
         self.generator = mesh.spawn("generator", ScriptedGenerator, script)
         self.desk = mesh.spawn("desk", Desk, [prompt])
-        scorers = [mesh.spawn(f"scorer_{at}", Scorer, task, {}, 0, 3.0) for at in range(scorers)]
-        self.worker = mesh.spawn("worker", RolloutWorker, config, self.desk, {0: self.generator}, scorers)
+        judges = {at: mesh.spawn(f"scorer_{at}", Scorer, task, {}, 0, 3.0) for at in range(scorers)}
+        self.worker = mesh.spawn("worker", RolloutWorker, config, 0, self.desk, {0: self.generator}, judges)
 
     async def group(self) -> Group:
         (done,) = await self.work()
