@@ -62,9 +62,7 @@ def test_a_controller_that_is_killed_takes_everything_with_it(tmp_path: Path) ->
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "name", ["generator", pytest.param("rollout", marks=pytest.mark.slow), pytest.param("scorer", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["generator", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rollout", "scorer"))])
 def test_what_dies_and_may_not_be_replaced_ends_the_run_and_is_named(name: str, tmp_path: Path) -> None:
     """Case 19."""
     with started(tmp_path, *LONG, f"{name}.max_restarts=0") as job:
