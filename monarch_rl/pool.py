@@ -52,10 +52,10 @@ class Kind(Protocol[A]):
     def lost(self, number: int) -> None:
         """It is of no use any more, whatever its process does."""
 
-    async def work(self, member: A) -> str:
+    async def work(self, number: int, member: A) -> str:
         """Have it do what it is there for. Answers when it cannot any more though its process lives, and says why."""
 
-    async def progress(self, member: A) -> int | None:
+    async def progress(self, number: int, member: A) -> int | None:
         """What changes while it has something to do; None while there is nothing, or where an answer is all that can be asked."""
 
 
@@ -122,7 +122,7 @@ class Pool(Generic[A]):
 
     async def _replace_when_lost(self, number: int, member: A, died: asyncio.Future[str]) -> None:
         who = f"{self._kind.name} {number}"
-        work, stuck = asyncio.ensure_future(self._kind.work(member)), asyncio.ensure_future(self._until_stuck(member))
+        work, stuck = asyncio.ensure_future(self._kind.work(number, member)), asyncio.ensure_future(self._until_stuck(number, member))
         watched = {died: "", work: f"{who}: ", stuck: f"{who} "}
         try:
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
@@ -134,7 +134,7 @@ class Pool(Generic[A]):
             if number in self.live:  # else it has left, or was about to
                 await self._replace(number, why)
 
-    async def _until_stuck(self, member: A) -> str:
+    async def _until_stuck(self, number: int, member: A) -> str:
         """Says so when a member makes no progress for `hang_s`.
 
         Looks are counted, not seconds: the controller may have been stopped itself, as a notebook's kernel is by a long cell.
@@ -143,17 +143,17 @@ class Pool(Generic[A]):
         seen: int | None = None
         stood_still = 0
         while stood_still < LOOKS:
-            progress = await self._look(member, hang_s / LOOKS)
+            progress = await self._look(number, member, hang_s / LOOKS)
             stood_still = stood_still + 1 if progress == NO_ANSWER or (progress is not None and progress == seen) else 0
             seen = progress
         return f"stood still for {hang_s:g} s"
 
-    async def _look(self, member: A, pause_s: float) -> int | None:
+    async def _look(self, number: int, member: A, pause_s: float) -> int | None:
         """The progress of a member, or NO_ANSWER; after `pause_s`, whatever it is."""
         pause = asyncio.create_task(asyncio.sleep(pause_s))
         progress: int | None = NO_ANSWER
         with contextlib.suppress(Exception):
-            progress = await asyncio.wait_for(self._kind.progress(member), pause_s)
+            progress = await asyncio.wait_for(self._kind.progress(number, member), pause_s)
         await pause
         return progress
 

@@ -142,7 +142,7 @@ class Replicas:
         self._rollouts.tell(lambda worker: worker.lose_generator.call_one(number))
         self._metrics.ended.broadcast(number)
 
-    async def work(self, generator: Generator) -> str:
+    async def work(self, number: int, generator: Generator) -> str:
         try:
             await generator.shut_or_failed.call_one().as_asyncio()
         except Exception as error:
@@ -152,6 +152,6 @@ class Replicas:
                 raise
         return await for_ever()
 
-    async def progress(self, generator: Generator) -> int | None:
+    async def progress(self, number: int, generator: Generator) -> int | None:
         """Decode steps."""
         return await generator.steps.call_one().as_asyncio()

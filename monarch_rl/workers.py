@@ -92,14 +92,14 @@ class RolloutWorkers:
         given_back = answer(self._known.buffer.release.call_one(f"rollout {number}"), "replay buffer (release)", TELL_S)
         self._tasks.create_task(given_back, name=f"leases of rollout {number}")
 
-    async def work(self, worker: RolloutWorker) -> str:
+    async def work(self, number: int, worker: RolloutWorker) -> str:
         from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
         with contextlib.suppress(SupervisionError):  # of its own death, which the pool hears of too
             await ended(worker.work.call_one().as_asyncio())
         return await for_ever()
 
-    async def progress(self, worker: RolloutWorker) -> None:
+    async def progress(self, number: int, worker: RolloutWorker) -> None:
         await worker.alive.call_one().as_asyncio()
 
 
@@ -137,8 +137,8 @@ class Scorers:
     def lost(self, number: int) -> None:
         self._rollouts.tell(lambda worker: worker.lose_scorer.call_one(number))
 
-    async def work(self, scorer: Scorer) -> str:
+    async def work(self, number: int, scorer: Scorer) -> str:
         return await for_ever()
 
-    async def progress(self, scorer: Scorer) -> None:
+    async def progress(self, number: int, scorer: Scorer) -> None:
         await scorer.alive.call_one().as_asyncio()

@@ -51,10 +51,10 @@ class Hands:
     def lost(self, number: int) -> None:
         self.heard.append(("lost", number))
 
-    async def work(self, member: Member) -> str:
+    async def work(self, number: int, member: Member) -> str:
         return await member.unfit
 
-    async def progress(self, member: Member) -> int | None:
+    async def progress(self, number: int, member: Member) -> int | None:
         if not member.answers:
             await for_ever()
         if member.progress is not None and member.counts:
