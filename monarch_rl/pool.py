@@ -70,6 +70,8 @@ class Pool(Generic[A]):
         """Held while members come and go."""
         self.live: dict[int, A] = {}
         """Those that can be used, and those that start."""
+        self.joined: dict[int, A] = {}
+        """Those that can be used."""
 
     def spawn(self, count: int) -> list[int]:
         """Start processes; returns their numbers at once."""
@@ -102,6 +104,7 @@ class Pool(Generic[A]):
     async def bury(self, number: int) -> None:
         """End one, in whatever state it is."""
         del self.live[number]
+        self.joined.pop(number, None)
         self._kind.lost(number)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_DEADLINE_S):
@@ -117,6 +120,7 @@ class Pool(Generic[A]):
 
     def _join(self, number: int) -> None:
         died, member = self._meshes.leave(self._name(number)), self.live[number]
+        self.joined[number] = member
         self._kind.joins(number, member)
         self._tasks.create_task(self._replace_when_lost(number, member, died), name=f"{self._kind.name} {number} (replacement)")
 

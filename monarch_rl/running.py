@@ -225,7 +225,9 @@ class Running:
             self._buffer = meshes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config, found, keep_groups)
         self._trainers = meshes["trainer"].spawn("trainer", Trainer, config, self._buffer)
         self._records.begin(after, metrics, self._buffer)
-        self._rollouts = RolloutWorkers(config, meshes, Known(self._buffer, self._replicas.live, self._scorers.pool.live, metrics), say)
+        self._rollouts = RolloutWorkers(
+            config, meshes, Known(self._buffer, self._replicas.pool.joined, self._scorers.pool.joined, metrics), say
+        )
         if not config.replay:
             self._publishers = meshes["trainer"].spawn("publisher", Publisher)
             self._scorers.pool.spawn(config.scorer.workers)

@@ -93,3 +93,22 @@ def test_two_are_lost_at_any_time(seed: int, tmp_path: Path) -> None:
             (victim.suspend if how == "stopped" else victim.kill)()
         check(job)
         assert job.out.count("takes its place") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_it_learns_though_a_generator_is_killed_every_fifteen_steps(tmp_path: Path) -> None:
+    """As the undisturbed run does, within noise."""
+    learn = ["recipe=grpo_qwen", "steps=60", "generator.replicas=2", "eval.every=20", "console.rollouts_every=0"]
+    with started(tmp_path, *learn, name="calm") as calm:
+        assert calm.wait(600) == 0, calm.err
+    with started(tmp_path, *learn, name="killed") as job:
+        for kills in range(3):
+            job.until_steps(15 * (kills + 1))
+            job.kill(f"generator_{kills} 0")
+        assert job.wait(600) == 0, job.err
+        assert job.gone_within(GONE_S) == []
+    assert job.out.count("takes its place") == 3
+    first, last, undisturbed = job.rows[0]["eval/accuracy"], job.rows[-1]["eval/accuracy"], calm.rows[-1]["eval/accuracy"]
+    assert last - first > 0.3
+    assert abs(last - undisturbed) < 0.15
