@@ -66,6 +66,7 @@ class Pool(Generic[A]):
         self._kind, self._limits, self._meshes, self._say = kind, limits, meshes, say
         self._next = 0
         self._lost = 0
+        self._tasks: asyncio.TaskGroup | None = None
         self.changing = asyncio.Lock()
         """Held while members come and go."""
         self.live: dict[int, A] = {}
@@ -79,13 +80,15 @@ class Pool(Generic[A]):
         self._next += count
         for number in numbers:
             self.live[number] = self._kind.spawn(number)
+            if self._tasks is not None:
+                self._meshes.leave(self._name(number))
         return numbers
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
         """From now on those that are lost are replaced."""
         self._tasks = tasks
         for number in self.live:
-            self._join(number)
+            self._join(number, tasks)
 
     async def add(self, number: int) -> None:
         """Wait until one that was spawned can be used.
@@ -93,13 +96,13 @@ class Pool(Generic[A]):
         Raises:
             UserError: it cannot start; it is ended.
         """
-        self._meshes.leave(self._name(number))
+        assert self._tasks is not None
         try:
             await self._kind.ready(number, self.live[number])
         except Exception as error:
             await self.bury(number)
             raise UserError(f"{self._kind.name} {number} could not be added: {cause(error)}") from error
-        self._join(number)
+        self._join(number, self._tasks)
 
     async def bury(self, number: int) -> None:
         """End one, in whatever state it is."""
@@ -118,11 +121,11 @@ class Pool(Generic[A]):
     def _name(self, number: int) -> str:
         return f"{self._kind.name}_{number}"
 
-    def _join(self, number: int) -> None:
+    def _join(self, number: int, tasks: asyncio.TaskGroup) -> None:
         died, member = self._meshes.leave(self._name(number)), self.live[number]
         self.joined[number] = member
         self._kind.joins(number, member)
-        self._tasks.create_task(self._replace_when_lost(number, member, died), name=f"{self._kind.name} {number} (replacement)")
+        tasks.create_task(self._replace_when_lost(number, member, died), name=f"{self._kind.name} {number} (replacement)")
 
     async def _replace_when_lost(self, number: int, member: A, died: asyncio.Future[str]) -> None:
         who = f"{self._kind.name} {number}"

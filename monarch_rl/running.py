@@ -225,9 +225,8 @@ class Running:
             self._buffer = meshes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config, found, keep_groups)
         self._trainers = meshes["trainer"].spawn("trainer", Trainer, config, self._buffer)
         self._records.begin(after, metrics, self._buffer)
-        self._rollouts = RolloutWorkers(
-            config, meshes, Known(self._buffer, self._replicas.pool.joined, self._scorers.pool.joined, metrics), say
-        )
+        known = Known(self._buffer, self._replicas.pool.joined, self._scorers.pool.joined, metrics)
+        self._rollouts = RolloutWorkers(config, meshes, known, say)
         if not config.replay:
             self._publishers = meshes["trainer"].spawn("publisher", Publisher)
             self._scorers.pool.spawn(config.scorer.workers)
