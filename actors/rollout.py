@@ -228,10 +228,7 @@ class RolloutWorker(Actor):
     ) -> list[Generation]:
         """By the replica that has least to do, or by one that has seen the beginning before and is still here."""
 
-        def ask(generator: Generator) -> Future[list[Generation]]:
-            return generator.generate.call_one(ids, sampling, seeds, min_step)
-
-        return await self._generators.ask(ask, len(seeds), replica)
+        return await self._generators.ask(lambda g: g.generate.call_one(ids, sampling, seeds, min_step), len(seeds), replica)
 
     def _render(self, prompt: Prompt) -> list[int]:
         try:

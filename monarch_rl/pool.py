@@ -24,7 +24,8 @@ A = TypeVar("A")
 
 async def for_ever() -> str:
     """For `Kind.work`, where there is nothing more to hear of than the death of the process."""
-    return await asyncio.get_running_loop().create_future()
+    await asyncio.Event().wait()
+    raise AssertionError
 
 
 class Limits(Protocol):

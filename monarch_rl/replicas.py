@@ -154,4 +154,5 @@ class Replicas:
 
     async def progress(self, number: int, generator: Generator) -> int | None:
         """Decode steps."""
-        return await generator.steps.call_one().as_asyncio()
+        steps: int | None = await generator.steps.call_one().as_asyncio()
+        return steps
