@@ -278,7 +278,7 @@ async def test_what_a_scorer_was_asked_when_it_died_is_asked_of_another(rig: Any
         assert not working.done()
         await talk.worker.add_scorer.call_one(7, rig({"go": []}, apart=True).scorers[0])
     killer, other = (await working).episodes
-    assert (killer.reward, other.reward) == (1.06, 1.04)
+    assert (killer.reward, other.reward) == (1.05, 1.03)
     assert killer.error is other.error is None
 
 
