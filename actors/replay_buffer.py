@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from monarch_rl.config import Config
-from monarch_rl.groups import check_ages, describe, figures, judge, make_shards, stamps
+from monarch_rl.curriculum import Curriculum
+from monarch_rl.groups import Barren, by_reason, check_ages, describe, figures, judge, make_shards, stamps
 from monarch_rl.ledger import AgeError, Ledger
 from monarch_rl.lives import Holdings, Life, Lost, Progress, State, TailError
 from monarch_rl.observe import timeline
@@ -89,8 +90,8 @@ class ReplayBuffer(Actor):
         self._saved: tuple[dict[str, Any], list[Group]] | None = None  # for the checkpoint that is being written
         self._exhausted = False  # the data have ended, and no step is left in them
         self._barren: list[Group] = []  # dead or unscorable, since the last batch
-        self._barren_run = 0  # prompts dropped since the last trainable group ...
-        self._barren_notes: deque[str] = deque(maxlen=3)  # ... and what the last of them looked like
+        self._barren_run = Barren(buffer)
+        self._curriculum = Curriculum(task, state.get("outcomes"))
         self._recent: deque[Group] = deque(maxlen=RECENT)
         self._figures: dict[int, dict[str, float]] = {}
         self._task = task.name
@@ -196,7 +197,7 @@ class ReplayBuffer(Actor):
         """Remember how all stands after step `step`, which is done, for a checkpoint that `save` writes."""
         self._trained(step)
         waiting = [self._groups[ordinal] for ordinal in sorted(self._groups)]
-        self._saved = self._ledger.state_dict(), waiting
+        self._saved = self._ledger.state_dict() | {"outcomes": self._curriculum.state_dict()}, waiting
         self._lives.mark(step)
         return self._ledger.progress()
 
@@ -308,8 +309,8 @@ class ReplayBuffer(Actor):
     def _exhaust(self) -> None:
         """Each prompt of the data was trained or dropped."""
         if self._ledger.trained_steps == 0:
-            dropped = ", ".join(f"{n} {reason}" for reason, n in self._ledger.dropped.items())
-            self._ended = f"all {self._ledger.started} prompts of the data were dropped ({dropped}). {' | '.join(self._barren_notes)}"
+            dropped = by_reason(self._ledger.dropped)
+            self._ended = f"all {self._ledger.started} prompts of the data were dropped ({dropped}). {self._barren_run.last}"
             raise RuntimeError(f"there is no batch for step 1: {self._ended}")
         self._groups.clear()  # of a tail that is not trained
         self._exhausted = True
@@ -335,11 +336,11 @@ class ReplayBuffer(Actor):
 
     def _finished(self, group: Group, trainable: bool) -> None:
         self._recent.append(group)
+        self._curriculum.note(group, self._ledger.trained_steps)
         if trainable:
             self._prompts.pop(group.ordinal)
             self._groups[group.ordinal] = group
-            self._barren_run = 0
-            self._barren_notes.clear()
+            self._barren_run.over()
         else:
             self._barren.append(group)
             self._dropped(group.ordinal, describe(group))
@@ -357,15 +358,7 @@ class ReplayBuffer(Actor):
     def _dropped(self, ordinal: int, note: str) -> None:
         """Count what gives nothing to train on; too many in a row end the run, which would go on forever."""
         self._prompts.pop(ordinal)
-        self._barren_run += 1
-        self._barren_notes.append(note)
-        buffer = self._config.buffer
-        if self._barren_run >= max(1, buffer.max_dead_steps * buffer.prompts_per_step) and not self._ended:
-            self._ended = (
-                f"{self._barren_run} prompts in a row gave nothing to train on (buffer.max_dead_steps={buffer.max_dead_steps}; "
-                f"dropped so far: {', '.join(f'{n} {reason}' for reason, n in self._ledger.dropped.items())}). "
-                f"The last ones: {' | '.join(self._barren_notes)}"
-            )
+        self._ended = self._ended or self._barren_run.add(note, self._ledger.dropped)
 
     def _fetch(self) -> None:
         if self._fetching is None:
@@ -373,13 +366,21 @@ class ReplayBuffer(Actor):
 
     async def _next_prompt(self) -> None:
         try:
-            prompt = await asyncio.to_thread(next, self._stream)
+            prompt, skipped = await asyncio.to_thread(self._make)
         except Exception as error:  # whatever a task does ends the run with its words, at the ranks that wait for a batch
             self._ended = self._ended or str(error)
         else:
-            self._prompts[prompt.ordinal] = prompt
+            if skipped:
+                self._ledger.skip(prompt.ordinal)
+            else:
+                self._prompts[prompt.ordinal] = prompt
         self._fetching = None
         self._pump()
+
+    def _make(self) -> tuple[Prompt, bool]:
+        """The next prompt, and whether it is left out; one that was started before is not."""
+        prompt = next(self._stream)
+        return prompt, prompt.ordinal >= self._ledger.started and self._curriculum.skips(prompt, self._ledger.trained_steps)
 
     def _arm(self) -> None:
         """One timer, for the next deadline of a lease."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Actor, ActorError, concurrent_endpoint
 
 from actors.metrics import Records
+from actors.streams import Streams
 from monarch_rl.config import Config, UserError
 from monarch_rl.generator_config import GeneratorConfig
 from monarch_rl.observe import timeline
 from monarch_rl.routes import Routes
-from monarch_rl.supervise import answer, cause
+from monarch_rl.supervise import answer, cause, together
 from monarch_rl.types import Episode, Generation, Group, Lease, Prompt, Sampling, Split, Version
 
 if TYPE_CHECKING:
@@ -71,22 +72,14 @@ class Purpose:
     """The same for all turns of an episode, whatever is set meanwhile."""
     min_step: int
     attempt: int = 1
+    replica: int | None = None
+    """The only one to ask, as long as it is here; None: any."""
 
 
 def episode_seed(run_seed: int, purpose: str, ordinal: int, attempt: int, index: int, turn: int = 0) -> int:
     """A sampling seed of its own for every turn of every episode: 63 bits of a hash, the same on every machine."""
     name = f"{run_seed}/{purpose}/{ordinal}/{attempt}/{index}" + (f"/{turn}" if turn else "")
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
-
-
-async def together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once. The first failure ends the others and is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for one in work:
-                tasks.create_task(one)
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
 
 
 class RolloutWorker(Actor):
@@ -108,6 +101,7 @@ class RolloutWorker(Actor):
         self._renderer = Renderer.of(config.model)
         self._task = load_task(config.task, config.task_args, config.seed)
         self._generators, self._scorers = Routes(generators), Routes(scorers)
+        self._streams = Streams(self._generators, self.name, config.generator.burst_tokens)
         self._sampling = Sampling.of(config.generator, self._renderer.stop_ids)
 
     @concurrent_endpoint
@@ -134,6 +128,11 @@ class RolloutWorker(Actor):
         self._generators.lose(replica)
 
     @concurrent_endpoint
+    async def pin_generator(self, replica: int, step: int | None) -> None:
+        """It keeps to the weights of `step`; None: to the newest."""
+        self._generators.pin(replica, step)
+
+    @concurrent_endpoint
     async def drain_generator(self, replica: int) -> None:
         """No request goes there any more; answers when the last one has come back."""
         await self._generators.drain(replica)
@@ -153,15 +152,17 @@ class RolloutWorker(Actor):
         """Answers while this worker gets on with anything at all."""
 
     @concurrent_endpoint
-    async def evaluate(self, indices: Sequence[int], min_step: int, task: TaskSpec | None = None) -> Evaluation:
-        """One episode for each held-out prompt that there is, sampled as in training, by weights of at least step `min_step`.
+    async def evaluate(self, indices: Sequence[int], min_step: int, task: TaskSpec | None = None, replica: int | None = None) -> Evaluation:
+        """One episode for each held-out prompt that there is, sampled as in training, by weights of at least step `min_step`. By `replica`,
+        as long as that is here.
 
         Raises:
             UserError: `task`, evaluated in place of the one that is trained, cannot be loaded. PromptError: it cannot make a prompt.
         """
         from monarch_rl.tasks import load_task, make_prompt
 
-        work = Purpose("eval", self._task if task is None else load_task(task, {}, self._config.seed), task, self._sampling, min_step)
+        asked = self._task if task is None else load_task(task, {}, self._config.seed)
+        work = Purpose("eval", asked, task, self._sampling, min_step, replica=replica)
         size = work.task.eval_size
         prompts = [make_prompt(work.task, index, "eval") for index in indices if size is None or index < size]
         evaluation = Evaluation()
@@ -210,7 +211,8 @@ class RolloutWorker(Actor):
         start_ns = time.time_ns()
         ids = self._render(prompt)
         seeds = [partial(episode_seed, self._config.seed, work.split, prompt.ordinal, work.attempt, index) for index in range(episodes)]
-        generations = await self._generate(ids, work.sampling, [seed() for seed in seeds], work.min_step)
+        first = [seed() for seed in seeds]
+        generations = await self._streams.generate(ids, work.sampling, first, work.min_step, work.replica)
         rolled = [Trajectory(ids) for _ in seeds]
         for trajectory, generation in zip(rolled, generations, strict=True):
             self._append(trajectory, generation)
@@ -222,13 +224,6 @@ class RolloutWorker(Actor):
             timeline.add(timeline.Span("rollout", start_ns, time.time_ns(), {"prompt": prompt.ordinal}))
             self._records.soon()
         return group
-
-    async def _generate(
-        self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int, replica: int | None = None
-    ) -> list[Generation]:
-        """By the replica that has least to do, or by one that has seen the beginning before and is still here."""
-
-        return await self._generators.ask(lambda g: g.generate.call_one(ids, sampling, seeds, min_step), len(seeds), replica)
 
     def _render(self, prompt: Prompt) -> list[int]:
         try:
@@ -251,7 +246,7 @@ class RolloutWorker(Actor):
             told = self._renderer.continuation(content, after=trajectory.last_id)
             sampling, seeds = replace(work.sampling, max_new_tokens=left), [seed(turn=len(trajectory.turns))]
             try:
-                (generation,) = await self._generate(trajectory.ids + told, sampling, seeds, work.min_step, trajectory.replica)
+                (generation,) = await self._streams.generate(trajectory.ids + told, sampling, seeds, work.min_step, trajectory.replica)
             except ActorError as error:
                 if not isinstance(error.exception, PromptTooLong):
                     raise

@@ -26,22 +26,27 @@ class Evaluated:
     version: str
     """Of the weights behind the tokens: `0.12`, or `0.12-0.14` where they changed meanwhile."""
 
+    @property
+    def mixed(self) -> bool:
+        """Whether the weights changed meanwhile."""
+        return "-" in self.version
+
     def figures(self) -> dict[str, Any]:
         """As they stand in a row of metrics."""
         accuracy = {} if self.accuracy is None else {"eval/accuracy": self.accuracy}
         return accuracy | {"eval/prompts": self.prompts, "eval/unscorable": self.unscorable, "eval/version": self.version}
 
 
-async def evaluate(workers: Routes[RolloutWorker], prompts: int, min_step: int, task: TaskSpec | None = None) -> Evaluated:
-    """Sample `prompts` held-out prompts with weights of at least step `min_step`; `task` in place of the one that is trained.
-
-    What a worker that is lost had to do is done again by another.
-    """
+async def evaluate(
+    workers: Routes[RolloutWorker], prompts: int, min_step: int, task: TaskSpec | None = None, replica: int | None = None
+) -> Evaluated:
+    """Sample `prompts` held-out prompts with weights of at least step `min_step`; `task` in place of the one that is trained; on one
+    `replica`, as long as that is there. What a worker that is lost had to do is done again by another."""
     count = max(1, len(workers))
 
     async def part(first: int) -> Evaluation:
         indices = range(first, prompts, count)
-        return await workers.ask(lambda worker: worker.evaluate.call_one(indices, min_step, task), len(indices))
+        return await workers.ask(lambda worker: worker.evaluate.call_one(indices, min_step, task, replica), len(indices))
 
     parts = await asyncio.gather(*map(part, range(count)))
     rewards = [reward for part in parts for reward in part.rewards]

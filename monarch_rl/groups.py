@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from monarch_rl.config import BufferConfig
 from monarch_rl.ledger import AgeError
 from monarch_rl.packing import pack, token_ages, trained_mask
 from monarch_rl.types import NOT_SAMPLED, Episode, Group, Shard
@@ -48,6 +50,40 @@ def describe(group: Group, width: int = 60) -> str:
     parts += [f"error {' '.join(errors[0].split())[: 2 * width]}"] if errors else []
     parts += [f"completion {texts[0][:width]!r}"] if texts else []
     return ", ".join(parts)
+
+
+class Barren:
+    """Prompts in a row that gave nothing to train on."""
+
+    def __init__(self, buffer: BufferConfig) -> None:
+        self._most, self._max_dead_steps = buffer.max_dead_steps * buffer.prompts_per_step, buffer.max_dead_steps
+        self._notes: deque[str] = deque(maxlen=3)
+        self._run = 0
+
+    @property
+    def last(self) -> str:
+        """What the last ones looked like."""
+        return " | ".join(self._notes)
+
+    def over(self) -> None:
+        """One that can be trained."""
+        self._run = 0
+        self._notes.clear()
+
+    def add(self, note: str, dropped: Mapping[str, int]) -> str | None:
+        """One more, of all that were dropped so far, by reason; with so many that the run would go on forever, why it ends."""
+        self._run += 1
+        self._notes.append(note)
+        if self._run < self._most:
+            return None
+        return (
+            f"{self._run} prompts in a row gave nothing to train on (buffer.max_dead_steps={self._max_dead_steps}; "
+            f"dropped so far: {by_reason(dropped)}). The last ones: {self.last}"
+        )
+
+
+def by_reason(dropped: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in dropped.items())
 
 
 def stamps(group: Group) -> tuple[int, int]:

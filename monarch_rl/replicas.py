@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch_rl.config import Config
 from monarch_rl.engine_setup import EngineError, is_lost
 from monarch_rl.meshes import START_DEADLINE_S, Meshes
-from monarch_rl.pool import LEAVE_DEADLINE_S, Pool, for_ever
+from monarch_rl.pool import BACK_OFF_S, LEAVE_DEADLINE_S, Pool, for_ever
 from monarch_rl.supervise import answer, cause, ended, root
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class Replicas:
     def __init__(self, config: Config, meshes: Meshes, metrics: Metrics, say: Callable[[str], None]) -> None:
         self._config, self._meshes, self._metrics = config, meshes, metrics
         self._starts: dict[int, asyncio.Future[LoadPlan]] = {}
+        self._pinning = asyncio.Lock()
         self.pool: Pool[Generator] = Pool(self, config.generator, meshes, say)
 
     @property
@@ -85,6 +86,21 @@ class Replicas:
         publishers, slots, _ = self._source
         await answer(self.live[number].pull.call_one(publishers, slots, newest), f"generator {number} (pull)", LEAVE_DEADLINE_S)
 
+    @contextlib.asynccontextmanager
+    async def pinned(self, min_step: int) -> AsyncIterator[int]:
+        """A replica that keeps the weights which it holds, at least those of `min_step`, while the body runs. Rollouts that need newer
+        ones go to others, or wait where there are none."""
+        async with self._pinning:
+            number, step = await self._pin(min_step)
+            try:
+                await self._rollouts.each(lambda worker: worker.pin_generator.call_one(number, step), "rollout workers (pin)")
+                yield number
+            finally:
+                if number in self.live:
+                    with contextlib.suppress(Exception):  # it may be dead all the same
+                        await answer(self.live[number].unpin.call_one(), f"generator {number} (unpin)", LEAVE_DEADLINE_S)
+                await self._rollouts.each(lambda worker: worker.pin_generator.call_one(number, None), "rollout workers (unpin)")
+
     async def scale(self, count: int) -> None:
         """One that leaves is sent no more requests, and ends after its last."""
         async with self.pool.changing:
@@ -104,6 +120,17 @@ class Replicas:
         except Exception as error:
             if not is_lost(error):  # the pool hears of it too, and sees to it
                 raise
+
+    async def _pin(self, min_step: int) -> tuple[int, int]:
+        """The number of a replica, and the step that it keeps to. One that is lost before it answers is replaced meanwhile."""
+        while True:
+            number = min(self.pool.joined or self.live)
+            try:
+                return number, await answer(self.live[number].pin.call_one(min_step), f"generator {number} (pin)", START_DEADLINE_S)
+            except Exception as error:
+                if not is_lost(error):
+                    raise
+            await asyncio.sleep(BACK_OFF_S)
 
     async def _unfollow(self, number: int) -> None:
         await answer(self.live[number].unfollow.call_one(), f"generator {number} (stop pulling)", LEAVE_DEADLINE_S)

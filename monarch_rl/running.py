@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import socket
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from monarch_rl.evaluation import Evaluated, evaluate
 from monarch_rl.lives import Progress
 from monarch_rl.meshes import START_DEADLINE_S, ActorDied, Meshes
 from monarch_rl.observe.metrics import trainer_figures
+from monarch_rl.recorded import Witness
 from monarch_rl.records import Records
 from monarch_rl.replicas import Replicas, Source
 from monarch_rl.supervise import answer, ended, root
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
     from monarch_rl.tasks import Task, TaskSpec
 
+CLOSE_S = 10.0
+"""For an orderly end of all processes, once nothing more is to be saved."""
 STOP_S = 1.0
 """For Monarch to take note, when all processes have ended."""
 
@@ -51,6 +55,7 @@ class Running:
         self._go.set()
         self._begun = asyncio.Event()
         self._publishing = asyncio.Lock()
+        self._setting = asyncio.Lock()
         self._turn = asyncio.Lock()  # held by a step, and by what must stand between two steps
         self._keeper: asyncio.Task[None] | None = None
         self._step_in_progress: asyncio.Task[Mapping[str, float] | None] | None = None
@@ -60,6 +65,7 @@ class Running:
         self._published: Version | None = None
         self._saving = asyncio.Lock()
         self._writing: asyncio.Task[None] | None = None  # a checkpoint
+        self._unwritten: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # fails when one cannot be written
         self._checkpointed = 0
         self._evaluations: set[asyncio.Task[None]] = set()
 
@@ -95,18 +101,20 @@ class Running:
         elif version == self._published:
             return  # the loop asks for it whenever it begins
         async with self._turn:
-            self._published = self.version
             await answer(self._trainers.publish.call(self.version), "trainers (publish)", START_DEADLINE_S)
+            self._published = self.version
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
         await self._keep()
+        self._unwritten = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(self._kept())
+                watches = [tasks.create_task(self._kept()), tasks.create_task(ended(self._unwritten))]
                 yield
                 await self._records.written()
-                watch.cancel()
+                for watch in watches:
+                    watch.cancel()
         except BaseExceptionGroup as group:
             raise _first(group) from None
 
@@ -154,7 +162,13 @@ class Running:
             progress: Progress = await answer(snapshot, "replay buffer (snapshot)", 60.0)
             copied = self._trainers.checkpoint.call(checkpoint.unfinished(folder))  # before the next step, since messages keep their order
         self._writing = asyncio.create_task(self._write_checkpoint(folder, progress, copied), name=f"checkpoint of step {progress.step}")
-        self._writing.add_done_callback(_heard)
+        self._writing.add_done_callback(self._written)
+
+    def _written(self, writing: asyncio.Task[None]) -> None:
+        """A training that goes on beside it hears at once of a checkpoint that cannot be written."""
+        if not writing.cancelled() and (error := writing.exception()) is not None and not self._unwritten.done():
+            self._unwritten.set_exception(error)
+            self._unwritten.exception()  # there may be no training
 
     async def checkpoints(self) -> None:
         if (writing := self._writing) is not None:
@@ -166,16 +180,37 @@ class Running:
 
     async def _write_checkpoint(self, folder: Path, progress: Progress, copied: Future[Any]) -> None:
         unfinished = checkpoint.unfinished(folder)
-        await answer(copied, "trainers (checkpoint)", START_DEADLINE_S)
-        await answer(self._buffer.save.call_one(unfinished), "replay buffer (checkpoint)", START_DEADLINE_S)
-        resume.write(unfinished, self.config, self._task)
-        checkpoint.complete(folder, progress, self.config.checkpoint.keep)
+        try:
+            await answer(copied, "trainers (checkpoint)", START_DEADLINE_S)
+            await answer(self._buffer.save.call_one(unfinished), "replay buffer (checkpoint)", START_DEADLINE_S)
+            resume.write(unfinished, self.config, self._task)
+            checkpoint.complete(folder, progress, self.config.checkpoint.keep)
+        except Exception:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
 
     async def halt(self) -> None:
         """Have the training end with `Halted` after the step in progress, or before it where its batch is not complete."""
         self._halted = True
         self._go.set()
         await answer(self._buffer.close.call_one(), "replay buffer (close)", 30.0)
+
+    @property
+    def worth_saving(self) -> bool:
+        """Whether a step was begun, after which `stop` writes a checkpoint."""
+        return self._step_in_progress is not None and not self.config.replay
+
+    async def stop(self) -> Path | None:
+        """After training was cancelled: wait for the step in progress where its batch is complete, record it, and see that there is a
+        checkpoint of it, which is returned. None: no step is done."""
+        await self.halt()
+        async with self.background():
+            version = await self.restore()
+            await self.checkpoints()
+            folder = checkpoint.folder_of(self.output_dir, version.step)
+            if version.step and not folder.exists():
+                await self.checkpoint()
+        return folder if version.step else None
 
     async def save_model(self) -> Path:
         """Write the trained model as a Hugging Face directory."""
@@ -197,6 +232,7 @@ class Running:
         await self._meshes.open()
         if url := self._meshes.hosts.dashboard.url:
             self._records.console.say(f"Monarch's dashboard: {url} on {socket.gethostname()}")
+        self._witness = Witness(self.config, resumed.exact)
         self._spawn_actors(found, resumed.keep_groups)
         from monarch.spmd import setup_torch_elastic_env_async
 
@@ -286,15 +322,17 @@ class Running:
                 ranks = list((await self._trainers.step.call(step)).values())
             except Exception as error:
                 raise Halted(f"stopped before step {step}") if self._halted else error from None
-            for rank, (_, spans) in enumerate(ranks):
-                self._records.spans(f"trainer {rank}", spans)
-            if not ranks[0][0]:
+            for rank, stepped in enumerate(ranks):
+                self._records.spans(f"trainer {rank}", stepped.spans)
+            if not ranks[0].figures:
                 self._set_steps(step - 1)
                 return None
             self._records.step = step
+            if fingerprints := [stepped.weights for stepped in ranks if stepped.weights]:
+                self._witness.see(step, fingerprints)
             if step % self.config.weights.every == 0 or step == self.config.steps:
                 self._published = self.version
-            self._unrecorded = step, trainer_figures([figures for figures, _ in ranks])
+            self._unrecorded = step, trainer_figures([stepped.figures for stepped in ranks])
             return self._unrecorded[1]
 
     def _set_steps(self, steps: int) -> None:
@@ -308,6 +346,11 @@ class Running:
         self._records.put_evaluation(evaluated.figures())
 
     async def _evaluated(self, prompts: int, min_step: int, task: TaskSpec | None = None) -> Evaluated:
+        while self.config.eval.pin:
+            async with self._replicas.pinned(min_step) as replica:
+                evaluated = await evaluate(self._rollouts.routes, prompts, min_step, task, replica)
+            if not evaluated.mixed:  # else the replica was lost
+                return evaluated
         return await evaluate(self._rollouts.routes, prompts, min_step, task)
 
 

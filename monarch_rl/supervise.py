@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from monarch.actor import Future
 
 T = TypeVar("T")
+
+LONGEST = 2000
+"""Characters of an error's line: about a screen. Users' code may raise with whole documents."""
 
 
 class NamedTimeout(Exception):
@@ -46,6 +50,16 @@ async def ended(waited: asyncio.Future[Any]) -> None:
     await asyncio.shield(waited)
 
 
+async def together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all at once. The first failure ends the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for one in work:
+                tasks.create_task(one)
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+
+
 def root(error: BaseException) -> BaseException:
     """The innermost actor's exception, without the layers around it; of a group the first."""
     inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else getattr(error, "exception", None)
@@ -53,9 +67,10 @@ def root(error: BaseException) -> BaseException:
 
 
 def cause(error: BaseException) -> str:
-    """The one line of an error that matters."""
+    """The one line of an error that matters, of at most `LONGEST` characters."""
     text = str(root(error)).strip()
-    return obituary(text) or text.partition("\n")[0] or type(root(error)).__name__
+    line = obituary(text) or text.partition("\n")[0] or type(root(error)).__name__
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]}…"
 
 
 DEATH = re.compile(

@@ -51,8 +51,9 @@ class RolloutWorkers:
         self._tasks = tasks
         self.pool.begin(tasks)
 
-    async def each(self, ask: Callable[[RolloutWorker], Future[Any]], who: str, deadline_s: float) -> None:
-        """Ask all of them. One that is lost meanwhile need not answer: what replaces it begins with how things are then.
+    async def each(self, ask: Callable[[RolloutWorker], Future[Any]], who: str, deadline_s: float | None = None) -> None:
+        """Ask all of them. One that is lost meanwhile need not answer: what replaces it begins with how things are then. Without
+        `deadline_s` there is time enough for one that stands still to be replaced.
 
         Raises:
             NamedTimeout: one does not answer in time.
@@ -60,7 +61,7 @@ class RolloutWorkers:
 
         async def asked(worker: RolloutWorker) -> None:
             try:
-                await answer(ask(worker), who, deadline_s)
+                await answer(ask(worker), who, deadline_s or self._config.rollout.hang_s + TELL_S)
             except Exception as error:
                 if not is_lost(error):
                     raise
@@ -69,8 +70,8 @@ class RolloutWorkers:
 
     def tell(self, ask: Callable[[RolloutWorker], Future[Any]]) -> None:
         """`each`, without waiting for it."""
-        told = self.each(ask, "rollout workers (who is there)", self._config.rollout.hang_s + TELL_S)
-        self._tasks.create_task(told, name="rollout workers (who is there)")
+        who = "rollout workers (who is there)"
+        self._tasks.create_task(self.each(ask, who), name=who)
 
     # --- what the pool asks for -------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from monarch_rl.disk import on_disk
 from monarch_rl.observe.rollouts import reopen
 
 
@@ -94,12 +95,13 @@ class MetricsFile:
     """Appends rows to `metrics.jsonl`; of an earlier run the steps up to `after` are kept."""
 
     def __init__(self, path: Path, after: int = 0) -> None:
-        self._file = reopen(path, after)
+        self._path, self._file = path, reopen(path, after)
 
     def write(self, row: Mapping[str, object]) -> None:
-        self._last = self._file.tell()
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with on_disk(self._path):
+            self._last = self._file.tell()
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def rewrite(self, row: Mapping[str, object]) -> None:
         """In place of the last row."""
@@ -108,4 +110,5 @@ class MetricsFile:
         self.write(row)
 
     def close(self) -> None:
-        self._file.close()
+        with on_disk(self._path):
+            self._file.close()

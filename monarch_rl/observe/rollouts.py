@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
+from monarch_rl.disk import on_disk, write_whole
 from monarch_rl.types import Episode, Group
 
 
@@ -15,28 +16,29 @@ class RolloutsFile:
 
     def __init__(self, path: Path, after: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = reopen(path, after)
+        self._path, self._file = path, reopen(path, after)
 
     def write(self, step: int, groups: Iterable[Group]) -> None:
         """Groups of one optimizer step. A prompt's answer is written as text where JSON has no such type."""
-        for group in groups:
-            prompt = {"step": step, "ordinal": group.ordinal, "prompt": group.prompt.content, "answer": group.prompt.answer}
-            row = prompt | {"episodes": [_episode(e) for e in group.episodes]}
-            self._file.write(json.dumps(row, default=str, ensure_ascii=False) + "\n")
-        self._file.flush()
+        with on_disk(self._path):
+            for group in groups:
+                prompt = {"step": step, "ordinal": group.ordinal, "prompt": group.prompt.content, "answer": group.prompt.answer}
+                row = prompt | {"episodes": [_episode(e) for e in group.episodes]}
+                self._file.write(json.dumps(row, default=str, ensure_ascii=False) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
         self._file.close()
 
 
 def reopen(path: Path, after: int) -> TextIO:
-    """A file of JSON lines with a `step` each, to be appended to; lines of later steps are cut off."""
-    kept = []
+    """A file of JSON lines with a `step` each, to be appended to; lines of later steps, and one that is not whole, are cut off."""
+    kept: list[str] = []
     if after and path.exists():
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if json.loads(line)["step"] <= after]
-    file = path.open("w", encoding="utf-8")
-    file.writelines(kept)
-    return file
+        with path.open(encoding="utf-8") as earlier:  # line by line: `splitlines` would also split at what a model may sample
+            kept = [line for line in earlier if line.endswith("\n") and json.loads(line)["step"] <= after]
+    write_whole(path, "".join(kept))
+    return path.open("a", encoding="utf-8")
 
 
 def _episode(episode: Episode) -> dict[str, object]:

@@ -31,8 +31,8 @@ class Replica:
         return self.name
 
 
-async def ask(routes: Routes[Replica], preferred: int | None = None) -> str:
-    return await routes.ask(Replica.name_of, LOAD, preferred)
+async def ask(routes: Routes[Replica], preferred: int | None = None, step: int = 0) -> str:
+    return await routes.ask(Replica.name_of, LOAD, preferred, step)
 
 
 def replicas(*errors: Exception | None) -> dict[int, Replica]:
@@ -103,7 +103,7 @@ async def test_what_a_lost_worker_was_to_evaluate_is_done_again() -> None:
             self.lost = lost
             self.evaluate: Any = SimpleNamespace(call_one=self._evaluate)
 
-        async def _evaluate(self, indices: range, min_step: int, task: str | None) -> Evaluation:
+        async def _evaluate(self, indices: range, min_step: int, task: str | None, replica: int | None) -> Evaluation:
             await asyncio.sleep(0)
             if self.lost:
                 raise EngineError("gone")
@@ -114,3 +114,20 @@ async def test_what_a_lost_worker_was_to_evaluate_is_done_again() -> None:
     evaluated = await evaluate(routes, 7, 0)
     assert sorted(index for indices in done for index in indices) == list(range(7))
     assert (evaluated.prompts, evaluated.tokens, evaluated.accuracy) == (7, 7, 3.0)
+
+
+async def test_what_needs_newer_weights_is_not_sent_to_a_pinned_replica() -> None:
+    """Unless there is no other: then it waits there."""
+    live = replicas(None, None)
+    for replica in live.values():
+        replica.may_answer.set()
+    routes = Routes(live)
+    routes.pin(0, 3)
+    assert [await ask(routes, step=4) for _ in range(3)] == ["1"] * 3
+    assert await ask(routes, step=3) == "0"
+    assert await ask(routes, preferred=0, step=4) == "0", "an episode that it had begun"
+    routes.lose(1)
+    assert await ask(routes, step=4) == "0"
+    routes.add(1, live[1])
+    routes.pin(0, None)
+    assert await ask(routes, step=4) == "0"
