@@ -161,7 +161,8 @@ class Pool(Generic[A]):
         pause = asyncio.create_task(asyncio.sleep(pause_s))
         progress: int | None = NO_ANSWER
         with contextlib.suppress(Exception):
-            progress = await asyncio.wait_for(self._kind.progress(number, member), pause_s)
+            async with asyncio.timeout(pause_s):
+                progress = await self._kind.progress(number, member)
         await pause
         return progress
 
