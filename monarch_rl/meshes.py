@@ -160,7 +160,8 @@ class Meshes:
         if "(SIGKILL)" in died and oom_kills() > self._oom_kills:
             died += ", when memory had run out on this host"
         meant = [name for name in {*self._ended, *self._left} if f"{name}_process{{" in report or f"{name}{{" in report]
-        self._gone.update(meant)
+        if PROCESS_DIED.search(report):
+            self._gone.update(meant)
         for name in meant:
             if (left := self._left.get(name)) is not None and not left.done():
                 left.set_result(died)
