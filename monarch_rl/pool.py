@@ -54,7 +54,7 @@ class Kind(Protocol[A]):
         """It is of no use any more, whatever its process does."""
 
     async def work(self, number: int, member: A) -> str:
-        """Have it do what it is there for. Answers when it cannot any more though its process lives, and says why. Fails with its process."""
+        """Have it do what it is there for; fails when its process dies. Answers when it can do it no more all the same, and says why."""
 
     async def progress(self, number: int, member: A) -> int | None:
         """What changes while it has something to do; None while there is nothing, or where an answer is all that can be asked."""
