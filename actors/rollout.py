@@ -24,7 +24,7 @@ from monarch_rl.config import Config, UserError
 from monarch_rl.generator_config import GeneratorConfig
 from monarch_rl.observe import timeline
 from monarch_rl.routes import Routes
-from monarch_rl.supervise import answer, cause, together
+from monarch_rl.supervise import HOLDING, NamedTimeout, answer, cause, together, waiting
 from monarch_rl.types import Episode, Generation, Group, Lease, Prompt, Sampling, Split, Version
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class RolloutWorker(Actor):
         self._records = Records(metrics, self.name)
         self._renderer = Renderer.of(config.model)
         self._task = load_task(config.task, config.task_args, config.seed)
-        self._generators = Routes(generators)
+        self._generators = Routes(generators, "generator")
         self._streams = Streams(self._generators, self.name, config.generator.burst_tokens)
         self._asked = [0] * len(scorers)
         self._sampling = Sampling.of(config.generator, self._renderer.stop_ids)
@@ -108,7 +108,7 @@ class RolloutWorker(Actor):
     async def work(self) -> None:
         """Take leases until the buffer says that the run is over; every group runs as a task of its own."""
         async with asyncio.TaskGroup() as groups:
-            while (leased := await self._buffer.lease.call_one(self.name)) is not None:
+            while (leased := await answer(self._buffer.lease.call_one(self.name), "replay buffer (lease)", None)) is not None:
                 groups.create_task(self._serve(*leased))
         self._records.send()
 
@@ -165,6 +165,7 @@ class RolloutWorker(Actor):
         """One episode of a held-out prompt; none when the model cannot go on from the prompt."""
         from monarch_rl.engine import UnusablePrompt
 
+        HOLDING.set(f"held-out prompt {prompt.ordinal}")
         try:
             return await self._roll(prompt, work, 1)
         except ActorError as error:
@@ -175,19 +176,22 @@ class RolloutWorker(Actor):
     async def _serve(self, lease: Lease, prompt: Prompt) -> None:
         from monarch_rl.engine import UnusablePrompt
 
-        work = Purpose("train", self._task, None, self._sampling, lease.min_step, lease.attempt)
+        HOLDING.set(f"prompt {lease.ordinal}")
+        work, buffer = Purpose("train", self._task, None, self._sampling, lease.min_step, lease.attempt), self._buffer
+        reply: Future[bool] | Future[None]
         try:
-            async with asyncio.timeout(self._config.rollout.deadline_s):
-                group = await self._roll(prompt, work, self._config.generator.group_size)
-        except TimeoutError:
-            await self._buffer.fail.call_one(lease, f"rollout.deadline_s={self._config.rollout.deadline_s:g} passed")
+            with waiting("its group", self._config.rollout.deadline_s):
+                async with asyncio.timeout(self._config.rollout.deadline_s):
+                    group = await self._roll(prompt, work, self._config.generator.group_size)
+        except NamedTimeout:
+            reply = buffer.fail.call_one(lease, f"rollout.deadline_s={self._config.rollout.deadline_s:g} passed")
         except ActorError as error:
-            if isinstance(error.exception, UnusablePrompt):
-                await self._buffer.drop.call_one(lease, cause(error))
-            else:
-                await self._buffer.fail.call_one(lease, cause(error))
+            refused = isinstance(error.exception, UnusablePrompt)
+            reply = (buffer.drop if refused else buffer.fail).call_one(lease, cause(error))
         else:
-            await self._buffer.put.call_one(lease, group)
+            reply = buffer.put.call_one(lease, group)
+        with waiting("replay buffer (end of a lease)"):
+            await reply
 
     async def _roll(self, prompt: Prompt, work: Purpose, episodes: int) -> Group:
         """Generate and score the episodes of one prompt. Their first turns are one message to the generator."""

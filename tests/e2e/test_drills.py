@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -46,9 +47,11 @@ def test_a_generator_that_stands_still_is_replaced(tmp_path: Path) -> None:
 
 
 def test_one_of_two_generators_is_killed(tmp_path: Path) -> None:
-    """Case 39: the other goes on, and the trainer with it."""
+    """Case 39: the other goes on, and the trainer with it. A user who wonders asks who waits for whom."""
     with started(tmp_path, *DRILL, "generator.replicas=2") as job:
         job.until_steps(2)
+        job.process.send_signal(signal.SIGQUIT)
+        job.until_said("who waits for whom")
         job.kill("generator_1 0")
         job.until_said("generator 2 takes its place")
         check(job)
