@@ -49,6 +49,7 @@ class Replicas:
         self._next = 0
         self._lost = 0
         self._starts: dict[int, asyncio.Future[LoadPlan]] = {}
+        self._spares: dict[int, Any] = {}
         self._changing = asyncio.Lock()
         self._pinning = asyncio.Lock()
         self.live: dict[int, Generator] = {}
@@ -63,12 +64,8 @@ class Replicas:
         """Start processes and engines; returns their numbers at once."""
         numbers = list(range(self._next, self._next + count))
         self._next += count
-        from actors.generator import Generator
-
         for number in numbers:
-            self._meshes.spawn_generator(number)
-            generator: Any = self._meshes[_name(number)].spawn(_name(number), Generator, self._config, number, self._metrics)
-            self.live[number] = generator
+            self.live[number] = generator = self._spares.pop(number, None) or self._spawn(number)
             self._starts[number] = asyncio.ensure_future(generator.start.call_one().as_asyncio())
         return numbers
 
@@ -188,9 +185,28 @@ class Replicas:
 
     # --- replacing --------------------------------------------------------------------------------------------------
 
+    def _spawn(self, number: int) -> Any:
+        from actors.generator import Generator
+
+        self._meshes.spawn_generator(number)
+        return self._meshes[_name(number)].spawn(_name(number), Generator, self._config, number, self._metrics)
+
+    def _keep_spares(self) -> None:
+        """Have processes wait for the numbers that come next."""
+        for number in range(self._next, self._next + self._config.generator.spares):
+            if number not in self._spares:
+                self._spares[number] = self._spawn(number)
+                self._meshes.leave(_name(number))  # the death of one is found out when it is needed
+                self._tasks.create_task(self._warm_up(number), name=f"generator {number} (spare)")
+
+    async def _warm_up(self, number: int) -> None:
+        with contextlib.suppress(Exception):
+            await answer(self._spares[number].warm_up.call_one(), f"generator {number} (spare)", START_DEADLINE_S)
+
     def _tend(self, number: int) -> None:
         self._meshes.leave(_name(number))
         self._tasks.create_task(self._replace_when_lost(number), name=f"generator {number} (replacement)")
+        self._keep_spares()
 
     async def _replace_when_lost(self, number: int) -> None:
         watched = [asyncio.ensure_future(watch) for watch in (self._until_dead(number), self._until_stuck(number))]

@@ -30,9 +30,10 @@ def check(job: Job) -> None:
 
 
 def test_the_only_generator_is_killed(tmp_path: Path) -> None:
-    """Case 19. Its replacement holds weights before it serves; what was asked of the dead one is asked again."""
-    with started(tmp_path, *DRILL) as job:
+    """Case 19. Its replacement, a spare, holds weights before it serves; what was asked of the dead one is asked again."""
+    with started(tmp_path, *DRILL, "generator.spares=1") as job:
         job.until_steps(2)
+        job.until_process("generator_1 0")
         job.kill("generator_0 0")
         check(job)
         assert "generator 0 was killed by signal 9 (SIGKILL); generator 1 takes its place" in job.out.splitlines()
