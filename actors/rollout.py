@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
+from monarch.actor import Actor, ActorError, concurrent_endpoint
 
 from actors.metrics import Records
 from actors.streams import Streams
@@ -86,22 +86,22 @@ class RolloutWorker(Actor):
     def __init__(
         self,
         config: Config,
+        number: int,
         buffer: ReplayBuffer,
         generators: Mapping[int, Generator],
-        scorers: Sequence[Scorer],
+        scorers: Mapping[int, Scorer],
         metrics: Metrics | None = None,
     ) -> None:
         from monarch_rl.rendering import Renderer
         from monarch_rl.tasks import load_task
 
-        self._config, self._buffer, self._scorers = config, buffer, scorers
-        self.name = f"rollout {current_rank().rank}"
+        self._config, self._buffer = config, buffer
+        self.name = f"rollout {number}"
         self._records = Records(metrics, self.name)
         self._renderer = Renderer.of(config.model)
         self._task = load_task(config.task, config.task_args, config.seed)
-        self._generators = Routes(generators, "generator")
+        self._generators, self._scorers = Routes(generators, "generator"), Routes(scorers, "scorer", config.rollout.deadline_s)
         self._streams = Streams(self._generators, self.name, config.generator.burst_tokens)
-        self._asked = [0] * len(scorers)
         self._sampling = Sampling.of(config.generator, self._renderer.stop_ids)
 
     @concurrent_endpoint
@@ -136,6 +136,20 @@ class RolloutWorker(Actor):
     async def drain_generator(self, replica: int) -> None:
         """No request goes there any more; answers when the last one has come back."""
         await self._generators.drain(replica)
+
+    @concurrent_endpoint
+    async def add_scorer(self, number: int, scorer: Scorer) -> None:
+        """It may be asked from now on."""
+        self._scorers.add(number, scorer)
+
+    @concurrent_endpoint
+    async def lose_scorer(self, number: int) -> None:
+        """It is gone; what it was asked is asked of others."""
+        self._scorers.lose(number)
+
+    @concurrent_endpoint
+    async def alive(self) -> None:
+        """Answers while this worker gets on with anything at all."""
 
     @concurrent_endpoint
     async def evaluate(self, indices: Sequence[int], min_step: int, task: TaskSpec | None = None, replica: int | None = None) -> Evaluation:
@@ -252,7 +266,7 @@ class RolloutWorker(Actor):
         return trajectory.turns[0] if len(trajectory.turns) == 1 else self._renderer.decode(trajectory.new_ids)
 
     async def _observe(self, prompt: Prompt, work: Purpose, turns: list[str]) -> Observation:
-        observation: Observation = await self._ask_scorer(prompt, 1, lambda scorer: scorer.observe.call_one(prompt, turns, work.other))
+        observation: Observation = await self._scorers.ask(lambda scorer: scorer.observe.call_one(prompt, turns, work.other), 1)
         return observation
 
     async def _score(self, group: Group, work: Purpose) -> None:
@@ -269,20 +283,11 @@ class RolloutWorker(Actor):
                 episode.reward = fixed
             elif episode.error is None:
                 asked.append(episode)
-        parts = min(len(self._scorers), len(asked))
+        parts = min(max(1, len(self._scorers)), len(asked))
         await together([self._judge(group.prompt, work, asked[part::parts]) for part in range(parts)])
 
     async def _judge(self, prompt: Prompt, work: Purpose, episodes: list[Episode]) -> None:
         texts = [episode.text for episode in episodes]
-        scores = await self._ask_scorer(prompt, len(texts), lambda scorer: scorer.score.call_one(prompt, texts, work.other))
+        scores = await self._scorers.ask(lambda scorer: scorer.score.call_one(prompt, texts, work.other), len(texts))
         for episode, score in zip(episodes, scores, strict=True):
             episode.reward, episode.error, episode.turn_rewards = score.reward, score.error, list(score.turn_rewards)
-
-    async def _ask_scorer(self, prompt: Prompt, episodes: int, ask: Callable[[Scorer], Future[Any]]) -> Any:
-        """By the scorer that has least to do; each takes one at a time."""
-        chosen = min(range(len(self._asked)), key=self._asked.__getitem__)
-        self._asked[chosen] += episodes
-        try:
-            return await answer(ask(self._scorers[chosen]), f"scorer (prompt {prompt.ordinal})", self._config.rollout.deadline_s)
-        finally:
-            self._asked[chosen] -= episodes

@@ -23,12 +23,11 @@ from monarch_rl.replicas import Replicas, Source
 from monarch_rl.supervise import answer, ended, root
 from monarch_rl.types import Version
 from monarch_rl.watchdog import Watchdog
+from monarch_rl.workers import Known, RolloutWorkers, Scorers
 
 if TYPE_CHECKING:
     from monarch.actor import Future
 
-    from actors.rollout import RolloutWorker
-    from actors.scorer import Scorer
     from monarch_rl.tasks import Task, TaskSpec
 
 CLOSE_S = 10.0
@@ -249,14 +248,13 @@ class Running:
         from actors.publisher import Publisher
         from actors.recording import Recording
         from actors.replay_buffer import ReplayBuffer
-        from actors.rollout import RolloutWorker
-        from actors.scorer import Scorer
         from actors.trainer import Trainer
 
         config, meshes = self.config, self._meshes
         metrics = meshes["replay_buffer"].spawn("metrics", Metrics)
-        self._replicas = Replicas(config, meshes, metrics, self._records.console.say)
-        self._replicas.spawn(0 if config.replay else config.generator.replicas)
+        say = self._records.console.say
+        self._replicas, self._scorers = Replicas(config, meshes, metrics, say), Scorers(config, meshes, metrics, say)
+        self._replicas.pool.spawn(0 if config.replay else config.generator.replicas)
         after = 0 if found is None else checkpoint.read_progress(found).step
         if config.replay:
             self._buffer: Any = meshes["replay_buffer"].spawn("replay_buffer", Recording, config)
@@ -264,16 +262,12 @@ class Running:
             self._buffer = meshes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config, found, keep_groups)
         self._trainers = meshes["trainer"].spawn("trainer", Trainer, config, self._buffer)
         self._records.begin(after, metrics, self._buffer)
-        if config.replay:
-            self._scorers: list[Scorer] = []
-            return
-        self._publishers = meshes["trainer"].spawn("publisher", Publisher)
-        judged_by = config.task, config.task_args, config.seed, config.scorer.deadline_s
-        scorers = meshes["scorer"].spawn("scorer", Scorer, *judged_by, metrics)
-        self._scorers = [scorers.slice(worker=i) for i in range(config.scorer.workers)]
-        self._rollouts = meshes["rollout"].spawn(
-            "rollout", RolloutWorker, config, self._buffer, self._replicas.live, self._scorers, metrics
-        )
+        known = Known(self._buffer, self._replicas.pool.joined, self._scorers.pool.joined, metrics)
+        self._rollouts = RolloutWorkers(config, meshes, known, say)
+        if not config.replay:
+            self._publishers = meshes["trainer"].spawn("publisher", Publisher)
+            self._scorers.pool.spawn(config.scorer.workers)
+            self._rollouts.pool.spawn(config.rollout.workers)
 
     async def _shut(self, deadline_s: float) -> None:
         """Let actors put down what they hold. One that has died, hangs or computes for longer misses nothing but this."""
@@ -284,10 +278,10 @@ class Running:
             self._keeper.cancel()
             await asyncio.wait({self._keeper})
         self._meshes.fault.cancel()
-        await self._meshes.end("rollout")
+        await self._meshes.end(*self._rollouts.pool.meshes)
         buffer = self._buffer.close.call_one()  # trainers that wait for a batch hear that there will be none
         engines = [generator.shut.call_one() for generator in self._replicas.live.values()]
-        scorers = [scorer.shut.call_one() for scorer in self._scorers]
+        scorers = [scorer.shut.call_one() for scorer in self._scorers.pool.live.values()]
         for replies in ([buffer, *engines, *scorers], [self._trainers.shut.call()]):
             await asyncio.gather(*[answer(reply, "closing", deadline_s) for reply in replies], return_exceptions=True)
 
@@ -310,8 +304,9 @@ class Running:
             tasks.create_task(watchdog.watch(), name="watchdog")
             self._begun.set()
             if not self.config.replay:
+                self._rollouts.begin(tasks)
+                self._scorers.begin(tasks, self._rollouts)
                 self._replicas.begin(tasks, self._source, self._rollouts)
-                tasks.create_task(ended(self._rollouts.work.call().as_asyncio()), name="rollouts")
 
     def _over(self, keeper: asyncio.Task[None]) -> None:
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
@@ -354,13 +349,12 @@ class Running:
         self._records.put_evaluation(evaluated.figures())
 
     async def _evaluated(self, prompts: int, min_step: int, task: TaskSpec | None = None) -> Evaluated:
-        workers: list[RolloutWorker] = [self._rollouts.slice(worker=i) for i in range(self.config.rollout.workers)]
         while self.config.eval.pin:
             async with self._replicas.pinned(min_step) as replica:
-                evaluated = await evaluate(workers, prompts, min_step, task, replica)
+                evaluated = await evaluate(self._rollouts.routes, prompts, min_step, task, replica)
             if not evaluated.mixed:  # else the replica was lost
                 return evaluated
-        return await evaluate(workers, prompts, min_step, task)
+        return await evaluate(self._rollouts.routes, prompts, min_step, task)
 
 
 def _heard(step: asyncio.Task[Any]) -> None:

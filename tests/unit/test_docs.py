@@ -91,7 +91,9 @@ def waits() -> Iterator[tuple[str, str]]:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
             if called in at and isinstance(node, ast.Call) and len(node.args) > at[called][0]:
-                name, deadline = (node.args[i] if i < len(node.args) else ast.Constant(None) for i in at[called])
+                name, deadline = (
+                    node.args[i] if i < len(node.args) else ast.Constant("each" if called == "each" else None) for i in at[called]
+                )
                 if isinstance(name, ast.Constant | ast.JoinedStr):
                     parts = [name] if isinstance(name, ast.Constant) else name.values
                     said = "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
@@ -100,7 +102,7 @@ def waits() -> Iterator[tuple[str, str]]:
 
 
 def deadline_of(node: ast.expr, names: dict[str, object]) -> str:
-    """Empty where it takes a calculation."""
+    """Empty where it takes a calculation, or is not said."""
     text = ast.unparse(node)
     if text == "None":
         return "alive"
