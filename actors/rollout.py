@@ -152,6 +152,11 @@ class RolloutWorker(Actor):
         """Answers while this worker gets on with anything at all."""
 
     @concurrent_endpoint
+    async def until_lost(self) -> None:
+        """Never answers; the call fails with this process."""
+        await asyncio.Event().wait()
+
+    @concurrent_endpoint
     async def evaluate(self, indices: Sequence[int], min_step: int, task: TaskSpec | None = None, replica: int | None = None) -> Evaluation:
         """One episode for each held-out prompt that there is, sampled as in training, by weights of at least step `min_step`. By `replica`,
         as long as that is here.

@@ -8,6 +8,7 @@ May be blocked by: the task's `reward` and `observe`, until their deadline.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any, TypeVar
 
@@ -62,6 +63,11 @@ class Scorer(Actor):
     @concurrent_endpoint
     async def alive(self) -> None:
         """Answers while this scorer gets on with anything at all."""
+
+    @concurrent_endpoint
+    async def until_lost(self) -> None:
+        """Never answers; the call fails with this process."""
+        await asyncio.Event().wait()
 
     @endpoint
     async def shut(self) -> None:

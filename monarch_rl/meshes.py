@@ -46,6 +46,7 @@ class Meshes:
         self._placed: dict[str, Processes] = {}
         self.hosts = Hosts(config)
         self._ended: set[str] = set()
+        self._gone: set[str] = set()  # asking them anything is a wait for Monarch to take note
         self._left: dict[str, asyncio.Future[str]] = {}
         self._oom_kills = 0
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -124,10 +125,11 @@ class Meshes:
 
     async def end(self, *names: str) -> None:
         """End processes; they are gone when this returns, and nobody is told that they died."""
-        known = [name for name in names if name in self._meshes]
+        known = [name for name in names if name in self._meshes and name not in self._gone]
         self._ended.update(known)
         replies = [self._meshes[name][1].end.call(LEAVE_S).as_asyncio() for name in known]
         await asyncio.gather(*replies, return_exceptions=True)
+        self._gone.update(known)
         await asyncio.sleep(2 * LEAVE_S)
 
     async def stop(self, *names: str) -> None:
@@ -161,6 +163,8 @@ class Meshes:
         if "(SIGKILL)" in died and oom_kills() > self._oom_kills:
             died += ", when memory had run out on this host"
         meant = [name for name in {*self._ended, *self._left} if f"{name}_process{{" in report or f"{name}{{" in report]
+        if PROCESS_DIED.search(report):
+            self._gone.update(meant)
         for name in meant:
             if (left := self._left.get(name)) is not None and not left.done():
                 left.set_result(died)

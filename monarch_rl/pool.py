@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from monarch_rl.config import UserError
-from monarch_rl.meshes import ActorDied, Meshes
-from monarch_rl.supervise import cause
+from monarch_rl.meshes import DEATH_NOTICE_S, ActorDied, Meshes
+from monarch_rl.supervise import cause, obituary
 
 LEAVE_DEADLINE_S = 30.0
 LOOKS = 4
@@ -23,7 +23,7 @@ A = TypeVar("A")
 
 
 async def for_ever() -> str:
-    """For `Kind.work`, where there is nothing more to hear of than the death of the process."""
+    """For `Kind.work`, where there is nothing more to hear of."""
     await asyncio.Event().wait()
     raise AssertionError
 
@@ -54,7 +54,7 @@ class Kind(Protocol[A]):
         """It is of no use any more, whatever its process does."""
 
     async def work(self, number: int, member: A) -> str:
-        """Have it do what it is there for. Answers when it cannot any more though its process lives, and says why."""
+        """Have it do what it is there for; fails when its process dies. Answers when it can do it no more all the same, and says why."""
 
     async def progress(self, number: int, member: A) -> int | None:
         """What changes while it has something to do; None while there is nothing, or where an answer is all that can be asked."""
@@ -131,8 +131,8 @@ class Pool(Generic[A]):
 
     async def _replace_when_lost(self, number: int, member: A, died: asyncio.Future[str]) -> None:
         who = f"{self._kind.name} {number}"
-        work, stuck = asyncio.ensure_future(self._kind.work(number, member)), asyncio.ensure_future(self._until_stuck(number, member))
-        watched = {died: "", work: f"{who}: ", stuck: f"{who} "}
+        work, stuck = asyncio.ensure_future(self._work(number, member)), asyncio.ensure_future(self._until_stuck(number, member))
+        watched = {died: "", work: "", stuck: f"{who} "}
         try:
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
             why = next(said + watch.result() for watch, said in watched.items() if watch.done())
@@ -142,6 +142,16 @@ class Pool(Generic[A]):
         async with self.changing:
             if number in self.live:  # else it has left, or was about to
                 await self._replace(number, why)
+
+    async def _work(self, number: int, member: A) -> str:
+        from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+        who = f"{self._kind.name} {number}"
+        try:
+            return f"{who}: {await self._kind.work(number, member)}"
+        except SupervisionError as error:
+            await asyncio.sleep(DEATH_NOTICE_S)  # of how it died others tell better: this may be of a message that could not be delivered
+            return obituary(str(error)) or f"{who}: {cause(error)}"
 
     async def _until_stuck(self, number: int, member: A) -> str:
         """Says so when a member makes no progress for `hang_s`.
@@ -162,7 +172,8 @@ class Pool(Generic[A]):
         pause = asyncio.create_task(asyncio.sleep(pause_s))
         progress: int | None = NO_ANSWER
         with contextlib.suppress(Exception):
-            progress = await asyncio.wait_for(self._kind.progress(number, member), pause_s)
+            async with asyncio.timeout(pause_s):
+                progress = await self._kind.progress(number, member)
         await pause
         return progress
 

@@ -172,10 +172,9 @@ class Replicas:
         try:
             await generator.shut_or_failed.call_one().as_asyncio()
         except Exception as error:
-            if isinstance(root(error), EngineError):
-                return cause(error)
-            if not is_lost(error):
+            if not isinstance(root(error), EngineError):
                 raise
+            return cause(error)
         return await for_ever()
 
     async def progress(self, number: int, generator: Generator) -> int | None:

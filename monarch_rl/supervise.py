@@ -82,7 +82,8 @@ async def answer(reply: Future[T], who: str, deadline_s: float | None) -> T:
         NamedTimeout: says who did not answer.
     """
     with waiting(who, deadline_s):
-        return await asyncio.wait_for(reply.as_asyncio(), deadline_s)
+        async with asyncio.timeout(deadline_s):  # `wait_for` of Python 3.11 is deaf to a cancellation that comes together with the answer
+            return await reply.as_asyncio()
 
 
 def answer_blocking(reply: Future[T], who: str, deadline_s: float) -> T:

@@ -39,7 +39,8 @@ async def look(processes: Mapping[str, Process], answer_s: float = LOOK_S) -> Lo
 
     async def ask(name: str, process: Process) -> list[tuple[str, tuple[list[Wait], list[Wait]]]] | None:
         try:
-            replies = await asyncio.wait_for(process.waits.call().as_asyncio(), answer_s)
+            async with asyncio.timeout(answer_s):
+                replies = await process.waits.call().as_asyncio()
         except Exception:  # silent, or dead: whoever watches over it sees to that
             return None
         return [(lane(name, rank), told) for rank, told in enumerate(replies.values())]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -94,10 +93,8 @@ class RolloutWorkers:
         self._tasks.create_task(given_back, name=f"leases of rollout {number}")
 
     async def work(self, number: int, worker: RolloutWorker) -> str:
-        from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
-
-        with contextlib.suppress(SupervisionError):  # of its own death, which the pool hears of too
-            await ended(worker.work.call_one().as_asyncio())
+        await ended(worker.work.call_one().as_asyncio())
+        await ended(worker.until_lost.call_one().as_asyncio())
         return await for_ever()
 
     async def progress(self, number: int, worker: RolloutWorker) -> None:
@@ -139,6 +136,7 @@ class Scorers:
         self._rollouts.tell(lambda worker: worker.lose_scorer.call_one(number))
 
     async def work(self, number: int, scorer: Scorer) -> str:
+        await ended(scorer.until_lost.call_one().as_asyncio())
         return await for_ever()
 
     async def progress(self, number: int, scorer: Scorer) -> None:
