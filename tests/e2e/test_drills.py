@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 from random import Random
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.timeout(600)
 STEPS, PROMPTS = 30, 8
 DRILL = [*SMALL, f"steps={STEPS}", f"buffer.prompts_per_step={PROMPTS}", "trainer.lr=1e-6", "eval.every=0"]
 GONE_S = 10.0
+KILLED = r"(was killed by signal 9 \(SIGKILL\)|is gone: its process does not answer any more)"
+"""On a busy host Monarch may find the second before the first."""
 
 
 def check(job: Job) -> None:
@@ -31,13 +34,12 @@ def check(job: Job) -> None:
 
 
 def test_the_only_generator_is_killed(tmp_path: Path) -> None:
-    """Case 19. Its replacement, a spare, holds weights before it serves; what was asked of the dead one is asked again."""
-    with started(tmp_path, *DRILL, "generator.spares=1") as job:
+    """Case 19. Its replacement holds weights before it serves; what was asked of the dead one is asked again."""
+    with started(tmp_path, *DRILL) as job:
         job.until_steps(2)
-        job.until_process("generator_1 0")
         job.kill("generator_0 0")
         check(job)
-        assert "generator 0 was killed by signal 9 (SIGKILL); generator 1 takes its place" in job.out.splitlines()
+        assert re.search(f"^generator 0 {KILLED}; generator 1 takes its place$", job.out, re.MULTILINE)
 
 
 def test_a_generator_that_stands_still_is_replaced(tmp_path: Path) -> None:
@@ -49,7 +51,7 @@ def test_a_generator_that_stands_still_is_replaced(tmp_path: Path) -> None:
 
 
 def test_one_of_two_generators_is_killed(tmp_path: Path) -> None:
-    """Case 39: the other goes on, and the trainer with it. A user who wonders asks who waits for whom."""
+    """Case 39: the other goes on, and the trainer with it."""
     with started(tmp_path, *DRILL, "generator.replicas=2") as job:
         job.until_steps(2)
         job.process.send_signal(signal.SIGQUIT)
@@ -64,10 +66,12 @@ def test_the_only_rollout_worker_and_the_only_scorer_are_killed(tmp_path: Path) 
     with started(tmp_path, *DRILL) as job:
         job.until_steps(2)
         job.kill("rollout_0 0")
-        job.until_said("rollout 0 was killed by signal 9 (SIGKILL); rollout 1 takes its place")
+        job.until_said("; rollout 1 takes its place")
         job.kill("scorer_0 0")
-        job.until_said("scorer 0 was killed by signal 9 (SIGKILL); scorer 1 takes its place")
+        job.until_said("; scorer 1 takes its place")
         check(job)
+        for name in ("rollout", "scorer"):
+            assert re.search(f"^{name} 0 {KILLED}; {name} 1 takes its place$", job.out, re.MULTILINE)
 
 
 @pytest.mark.slow
