@@ -162,7 +162,7 @@ class Meshes:
     def _died(self, report: str, died: str) -> None:
         if "(SIGKILL)" in died and oom_kills() > self._oom_kills:
             died += ", when memory had run out on this host"
-        meant = [name for name in {*self._ended, *self._left} if f"{name}_process{{" in report or f"{name}{{" in report]
+        meant = [name for name in {*self._ended, *self._left} if re.search(rf"\b{name}(_process)?(\{{|-\d+<)", report)]
         if PROCESS_DIED.search(report):
             self._gone.update(meant)
         for name in meant:
