@@ -14,8 +14,6 @@ from monarch_rl.pool import BACK_OFF_S, LEAVE_DEADLINE_S, Pool, for_ever
 from monarch_rl.supervise import answer, cause, ended, root
 
 if TYPE_CHECKING:
-    from monarch.actor import ProcMesh
-
     from actors.generator import Generator
     from actors.metrics import Metrics
     from actors.publisher import Publisher
@@ -45,7 +43,8 @@ class Replicas:
     def __init__(self, config: Config, meshes: Meshes, metrics: Metrics, say: Callable[[str], None]) -> None:
         self._config, self._meshes, self._metrics = config, meshes, metrics
         self._starts: dict[int, asyncio.Future[list[LoadPlan]]] = {}
-        self._ranks: dict[int, Generator] = {}
+        self._ranks: dict[int, Any] = {}
+        self._spares: dict[int, Any] = {}
         self._pinning = asyncio.Lock()
         self.pool: Pool[Generator] = Pool(self, config.generator, meshes, say)
 
@@ -151,20 +150,17 @@ class Replicas:
     # --- what the pool asks for -------------------------------------------------------------------------------------
 
     def spawn(self, number: int) -> Generator:
-        from actors.generator import Generator
-
-        mesh = self._meshes.spawn_generator(number)
-        ranks: Any = mesh.spawn(f"generator_{number}", Generator, self._config, number, self._metrics)
-        self._ranks[number] = ranks
-        self._starts[number] = asyncio.ensure_future(self._start(mesh, ranks))
+        ranks = self._ranks[number] = self._spares.pop(number, None) or self._process(number)
+        self._starts[number] = asyncio.ensure_future(self._start(number))
         return ranks.slice(tp=0)  # type: ignore[no-any-return]
 
-    async def _start(self, mesh: ProcMesh, ranks: Any) -> list[LoadPlan]:
+    async def _start(self, number: int) -> list[LoadPlan]:
+        ranks = self._ranks[number]
         if self._config.generator.tensor_parallel == 1:
             return [await ranks.start.call_one()]
         from monarch.spmd import setup_torch_elastic_env_async
 
-        await setup_torch_elastic_env_async(mesh)
+        await setup_torch_elastic_env_async(self._meshes[f"generator_{number}"])
         return list((await ranks.start.call(ranks)).values())
 
     async def ready(self, number: int, generator: Generator) -> None:
@@ -177,6 +173,7 @@ class Replicas:
 
     def joins(self, number: int, generator: Generator) -> None:
         self._rollouts.tell(lambda worker: worker.add_generator.call_one(number, generator))
+        self._keep_spares()
 
     def lost(self, number: int) -> None:
         self._starts.pop(number).cancel()
@@ -197,7 +194,7 @@ class Replicas:
 
     async def _until_one_fails(self, number: int) -> None:
         """Of the ranks of a replica, by which all are lost."""
-        ranks: Any = self._ranks[number]
+        ranks = self._ranks[number]
         count = self._config.generator.tensor_parallel
         watched = [asyncio.ensure_future(ranks.slice(tp=rank).shut_or_failed.call_one().as_asyncio()) for rank in range(count)]
         try:
@@ -213,3 +210,23 @@ class Replicas:
         ranks = await self._ranks[number].steps.call().as_asyncio()
         steps: int | None = next(iter(ranks.values()))
         return steps
+
+    # --- spares -----------------------------------------------------------------------------------------------------
+
+    def _process(self, number: int) -> Any:
+        from actors.generator import Generator
+
+        mesh = self._meshes.spawn_generator(number)
+        return mesh.spawn(f"generator_{number}", Generator, self._config, number, self._metrics)
+
+    def _keep_spares(self) -> None:
+        """Have processes wait for the numbers that come next."""
+        for number in range(self.pool.next, self.pool.next + self._config.generator.spares):
+            if number not in self._spares:
+                self._spares[number] = self._process(number)
+                self._meshes.leave(f"generator_{number}")  # the death of one is found out when it is needed
+                self._tasks.create_task(self._warm_up(number), name=f"generator {number} (spare)")
+
+    async def _warm_up(self, number: int) -> None:
+        with contextlib.suppress(Exception):
+            await answer(self._spares[number].warm_up.call(), f"generator {number} (spare)", START_DEADLINE_S)
