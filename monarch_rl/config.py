@@ -290,9 +290,6 @@ LEAST = {
 MAY_BE_ZERO = {"generator.min_p", "trainer.weight_decay", "trainer.max_grad_norm", "trainer.kl", "trainer.entropy"}
 """Numbers that are not simply above 0."""
 
-LARGEST_RANK = 512
-"""Of an adapter, in vLLM."""
-
 TASK_PART_KEYS = ("name", "weight", "args")
 """Of one part of a mixture in `task`."""
 
@@ -307,10 +304,9 @@ def validate(config: Config) -> None:
         _check_value(key, attrgetter(key.name)(config))
     _check_ages(config)
     _check_task(config)
-    if (lora := config.model.lora).rank > LARGEST_RANK:
-        raise ConfigError(f"model.lora.rank: must be at most {LARGEST_RANK}, the largest that vLLM serves, got {lora.rank}")
-    if lora.rank and config.generator.tensor_parallel > 1:
-        ranks = config.generator.tensor_parallel
+    if (lora := config.model.lora).rank > (most := generator_config.LARGEST_LORA):
+        raise ConfigError(f"model.lora.rank: must be at most {most}, the largest that vLLM serves, got {lora.rank}")
+    if lora.rank and (ranks := config.generator.tensor_parallel) > 1:
         raise ConfigError(f"generator.tensor_parallel={ranks}: ranks cannot share adapters yet; set it to 1, or model.lora.rank=0")
     if not lora.targets:
         raise ConfigError("model.lora.targets: must name at least one linear layer; for no adapters set model.lora.rank=0")
