@@ -15,19 +15,19 @@ from monarch_rl.clocks import clock_offsets
 from monarch_rl.config import Config
 from monarch_rl.evaluation import Evaluated, evaluate
 from monarch_rl.lives import Progress
-from monarch_rl.meshes import START_DEADLINE_S, ActorDied, Meshes
+from monarch_rl.meshes import SILENT_S, START_DEADLINE_S, ActorDied, Meshes
 from monarch_rl.observe.metrics import trainer_figures
 from monarch_rl.recorded import Witness
 from monarch_rl.records import Records
 from monarch_rl.replicas import Replicas, Source
 from monarch_rl.supervise import answer, ended, root
 from monarch_rl.types import Version
+from monarch_rl.watchdog import Watchdog
+from monarch_rl.workers import Known, RolloutWorkers, Scorers
 
 if TYPE_CHECKING:
     from monarch.actor import Future
 
-    from actors.rollout import RolloutWorker
-    from actors.scorer import Scorer
     from monarch_rl.tasks import Task, TaskSpec
     from monarch_rl.weights.plan import LoadPlan
 
@@ -259,14 +259,13 @@ class Running:
         from actors.publisher import Publisher
         from actors.recording import Recording
         from actors.replay_buffer import ReplayBuffer
-        from actors.rollout import RolloutWorker
-        from actors.scorer import Scorer
         from actors.trainer import Trainer
 
         config, meshes = self.config, self._meshes
         metrics = meshes["replay_buffer"].spawn("metrics", Metrics)
-        self._replicas = Replicas(config, meshes, metrics, self._records.console.say)
-        self._replicas.spawn(0 if config.replay else config.generator.replicas)
+        say = self._records.console.say
+        self._replicas, self._scorers = Replicas(config, meshes, metrics, say), Scorers(config, meshes, metrics, say)
+        self._replicas.pool.spawn(0 if config.replay else config.generator.replicas)
         after = 0 if found is None else checkpoint.read_progress(found).step
         if config.replay:
             self._buffer: Any = meshes["replay_buffer"].spawn("replay_buffer", Recording, config)
@@ -274,16 +273,12 @@ class Running:
             self._buffer = meshes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config, found, keep_groups)
         self._trainers = meshes["trainer"].spawn("trainer", Trainer, config, self._buffer)
         self._records.begin(after, metrics, self._buffer)
-        if config.replay:
-            self._scorers: list[Scorer] = []
-            return
-        self._publishers = meshes["trainer"].spawn("publisher", Publisher)
-        judged_by = config.task, config.task_args, config.seed, config.scorer.deadline_s
-        scorers = meshes["scorer"].spawn("scorer", Scorer, *judged_by, metrics)
-        self._scorers = [scorers.slice(worker=i) for i in range(config.scorer.workers)]
-        self._rollouts = meshes["rollout"].spawn(
-            "rollout", RolloutWorker, config, self._buffer, self._replicas.live, self._scorers, metrics
-        )
+        known = Known(self._buffer, self._replicas.pool.joined, self._scorers.pool.joined, metrics)
+        self._rollouts = RolloutWorkers(config, meshes, known, say)
+        if not config.replay:
+            self._publishers = meshes["trainer"].spawn("publisher", Publisher)
+            self._scorers.pool.spawn(config.scorer.workers)
+            self._rollouts.pool.spawn(config.rollout.workers)
 
     async def _shut(self, deadline_s: float) -> None:
         """Let actors put down what they hold. One that has died, hangs or computes for longer misses nothing but this."""
@@ -294,10 +289,10 @@ class Running:
             self._keeper.cancel()
             await asyncio.wait({self._keeper})
         self._meshes.fault.cancel()
-        await self._meshes.end("rollout")
+        await self._meshes.end(*self._rollouts.pool.meshes)
         buffer = self._buffer.close.call_one()  # trainers that wait for a batch hear that there will be none
         engines = [generator.shut.call_one() for generator in self._replicas.live.values()]
-        scorers = [scorer.shut.call_one() for scorer in self._scorers]
+        scorers = [scorer.shut.call_one() for scorer in self._scorers.pool.live.values()]
         for replies in ([buffer, *engines, *scorers], [self._trainers.shut.call()]):
             await asyncio.gather(*[answer(reply, "closing", deadline_s) for reply in replies], return_exceptions=True)
 
@@ -316,10 +311,13 @@ class Running:
             tasks.create_task(ended(self._meshes.fault), name="watch")
             tasks.create_task(self._records.listen(), name="listen")
             tasks.create_task(self._records.write(), name="records")
+            watchdog = Watchdog(self._meshes.processes, self._records.console.say, self._meshes.hung, SILENT_S)
+            tasks.create_task(watchdog.watch(), name="watchdog")
             self._begun.set()
             if not self.config.replay:
+                self._rollouts.begin(tasks)
+                self._scorers.begin(tasks, self._rollouts)
                 self._replicas.begin(tasks, self._source, self._rollouts)
-                tasks.create_task(ended(self._rollouts.work.call().as_asyncio()), name="rollouts")
 
     def _over(self, keeper: asyncio.Task[None]) -> None:
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
@@ -335,7 +333,7 @@ class Running:
             if self._halted:
                 raise Halted(f"stopped before step {step}")
             try:
-                ranks = list((await self._trainers.step.call(step)).values())
+                ranks = list((await answer(self._trainers.step.call(step), f"trainers (step {step})", None)).values())
             except Exception as error:
                 raise Halted(f"stopped before step {step}") if self._halted else error from None
             for rank, stepped in enumerate(ranks):
@@ -362,13 +360,12 @@ class Running:
         self._records.put_evaluation(evaluated.figures())
 
     async def _evaluated(self, prompts: int, min_step: int, task: TaskSpec | None = None) -> Evaluated:
-        workers: list[RolloutWorker] = [self._rollouts.slice(worker=i) for i in range(self.config.rollout.workers)]
         while self.config.eval.pin:
             async with self._replicas.pinned(min_step) as replica:
-                evaluated = await evaluate(workers, prompts, min_step, task, replica)
+                evaluated = await evaluate(self._rollouts.routes, prompts, min_step, task, replica)
             if not evaluated.mixed:  # else the replica was lost
                 return evaluated
-        return await evaluate(workers, prompts, min_step, task)
+        return await evaluate(self._rollouts.routes, prompts, min_step, task)
 
 
 def _heard(step: asyncio.Task[Any]) -> None:
