@@ -260,6 +260,7 @@ LEAST = {
     "epochs": 0,
     "generator.max_restarts": 0,
     "generator.burst_tokens": 0,
+    "generator.spares": 0,
     "rollout.max_restarts": 0,
     "scorer.max_restarts": 0,
     "generator.top_k": 0,

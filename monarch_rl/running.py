@@ -15,13 +15,14 @@ from monarch_rl.clocks import clock_offsets
 from monarch_rl.config import Config
 from monarch_rl.evaluation import Evaluated, evaluate
 from monarch_rl.lives import Progress
-from monarch_rl.meshes import START_DEADLINE_S, ActorDied, Meshes
+from monarch_rl.meshes import SILENT_S, START_DEADLINE_S, ActorDied, Meshes
 from monarch_rl.observe.metrics import trainer_figures
 from monarch_rl.recorded import Witness
 from monarch_rl.records import Records
 from monarch_rl.replicas import Replicas, Source
 from monarch_rl.supervise import answer, ended, root
 from monarch_rl.types import Version
+from monarch_rl.watchdog import Watchdog
 from monarch_rl.workers import Known, RolloutWorkers, Scorers
 
 if TYPE_CHECKING:
@@ -299,6 +300,8 @@ class Running:
             tasks.create_task(ended(self._meshes.fault), name="watch")
             tasks.create_task(self._records.listen(), name="listen")
             tasks.create_task(self._records.write(), name="records")
+            watchdog = Watchdog(self._meshes.processes, self._records.console.say, self._meshes.hung, SILENT_S)
+            tasks.create_task(watchdog.watch(), name="watchdog")
             self._begun.set()
             if not self.config.replay:
                 self._rollouts.begin(tasks)
@@ -319,7 +322,7 @@ class Running:
             if self._halted:
                 raise Halted(f"stopped before step {step}")
             try:
-                ranks = list((await self._trainers.step.call(step)).values())
+                ranks = list((await answer(self._trainers.step.call(step), f"trainers (step {step})", None)).values())
             except Exception as error:
                 raise Halted(f"stopped before step {step}") if self._halted else error from None
             for rank, stepped in enumerate(ranks):
