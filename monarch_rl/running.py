@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from monarch.actor import Future
 
     from monarch_rl.tasks import Task, TaskSpec
+    from monarch_rl.weights.plan import LoadPlan
 
 CLOSE_S = 10.0
 """For an orderly end of all processes, once nothing more is to be saved."""
@@ -96,14 +97,22 @@ class Running:
         if self._published is None:
             plan = await self._replicas.started()
             over = await answer(self._trainers.transport.call(), "trainers (transport)", START_DEADLINE_S)
-            self._records.console.say(f"weights travel over {' and '.join(sorted(set(over.values())))}")
+            what = "weights travel" if plan.base is None else "adapters travel"
+            self._records.console.say(f"{what} over {' and '.join(sorted(set(over.values())))}")
             rings = await answer(self._trainers.open_ring.call(plan), "trainers (staging slots)", START_DEADLINE_S)
-            self._source = Source(self._publishers, list(rings.values()), plan.digest)
+            self._source = Source(self._publishers, list(rings.values()), plan.digest, await self._base(plan))
         elif version == self._published:
             return  # the loop asks for it whenever it begins
         async with self._turn:
             await answer(self._trainers.publish.call(self.version), "trainers (publish)", START_DEADLINE_S)
             self._published = self.version
+
+    async def _base(self, plan: LoadPlan) -> dict[str, int]:
+        """Fingerprints of what generators have read from the model's directory, for them to compare."""
+        if plan.base is None or self.config.weights.verify == "off":
+            return {}
+        ranks = await answer(self._trainers.fingerprints.call(plan.base), "trainers (base model)", START_DEADLINE_S)
+        return dict(next(iter(ranks.values())))
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
@@ -214,9 +223,11 @@ class Running:
         return folder if version.step else None
 
     async def save_model(self) -> Path:
-        """Write the trained model as a Hugging Face directory."""
+        """Write the trained model as a Hugging Face directory, with adapters merged; these as peft does in `adapter/` beside it."""
         path = self.output_dir / "model"
         await answer(self._trainers.save.call(path), "trainers (saving the model)", START_DEADLINE_S)
+        if self.config.model.lora.rank:
+            await answer(self._trainers.save_adapters.call(path.with_name("adapter")), "trainers (saving the adapters)", START_DEADLINE_S)
         return path
 
     def close_console(self) -> None:
