@@ -74,7 +74,9 @@ def check_ages(groups: Iterable[Group], step: int, max_age: Callable[[int], int]
                 raise AgeError(f"prompt {group.ordinal} has a token of age {ages_N.max()} at step {step}, above buffer.max_age={bound}")
 
 
-def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, dead_too: bool = False) -> list[Shard]:
+def make_shards(
+    groups: Sequence[Group], step: int, ranks: int, budget: int, *, dead_too: bool = False, lineage: int = 0
+) -> list[Shard]:
     """Deal the episodes of a batch to the ranks.
 
     In no shard are episodes without a trained token (unscorable, empty), and dead groups: where every advantage is a difference to
@@ -86,6 +88,7 @@ def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, 
         step: the optimizer step that trains them.
         ranks: trainer ranks, one shard each.
         budget: most padded tokens of a micro-batch.
+        lineage: of the trainer.
     """
     rewards_PG, turn_rewards_PGK = reward_tables([group.episodes for group in groups])
     live = [judge(group) == "trainable" or dead_too for group in groups]
@@ -107,6 +110,7 @@ def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, 
                 left_out_tokens=sum(tokens for tokens, alive in zip(tokens_P, live, strict=True) if not alive),
                 total_episodes=sum(_scorable(e) and e.trained for group in groups for e in group.episodes),
                 ordinals=[group.ordinal for group in groups],
+                lineage=lineage,
             )
         )
     return shards

@@ -10,6 +10,9 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from monarch_rl import arrays
 from monarch_rl.config import UserError
@@ -18,19 +21,30 @@ from monarch_rl.types import Group
 RECORD = "record"
 
 
-def write(output_dir: Path, step: int, groups: Sequence[Group]) -> None:
+class Trained(NamedTuple):
+    """What one optimizer step trained."""
+
+    groups: list[Group]
+    lineage: int
+    """Of the trainer, which ages depend on."""
+
+
+def write(output_dir: Path, step: int, groups: Sequence[Group], lineage: int = 0) -> None:
     """Complete or absent."""
     folder = output_dir / RECORD
     folder.mkdir(parents=True, exist_ok=True)
     about, columns = arrays.pack(groups)
-    arrays.write(folder / f".step_{step}.npz", about, columns)
+    arrays.write(folder / f".step_{step}.npz", about, {**columns, "lineage": np.array(lineage)})
     os.replace(folder / f".step_{step}.npz", folder / f"step_{step}.npz")
 
 
-def read(output_dir: Path, step: int) -> list[Group] | None:
+def read(output_dir: Path, step: int) -> Trained | None:
     """None: there is no such step. Raises UserError: its file is damaged."""
     path = output_dir / RECORD / f"step_{step}.npz"
-    return arrays.unpack(*arrays.read(path)) if path.exists() else None
+    if not path.exists():
+        return None
+    about, columns = arrays.read(path)
+    return Trained(arrays.unpack(about, columns), int(columns["lineage"]))
 
 
 def cut(output_dir: Path, after: int) -> None:

@@ -33,6 +33,11 @@ class LedgerFile:
         self._file.write(json.dumps({"checkpoint": step}) + "\n")
         self._file.flush()
 
+    def back(self, step: int) -> None:
+        """The trainers go on from step `step`: what stands above of later steps is undone, and checkpoints of them are not to come back to."""
+        self._file.write(json.dumps({"back": step}) + "\n")
+        self._file.flush()
+
     def flush(self) -> None:
         self._file.flush()
 
@@ -64,5 +69,10 @@ def _packed(text: str) -> int:
 
 def _up_to(path: Path, step: int) -> list[str]:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    marks = [at for at, line in enumerate(lines) if line.startswith('{"checkpoint"') and json.loads(line)["checkpoint"] == step]
-    return lines[: marks[0] + 1] if marks else []  # a later one of the same step is of a checkpoint that was there already
+    marks: dict[int, int] = {}
+    for at, line in enumerate(lines):
+        if line.startswith('{"checkpoint"'):
+            marks.setdefault(json.loads(line)["checkpoint"], at)  # a later one of the same step is of a checkpoint that was there already
+        elif line.startswith('{"back"'):
+            marks = {done: mark for done, mark in marks.items() if done <= json.loads(line)["back"]}
+    return lines[: marks[step] + 1] if step in marks else []

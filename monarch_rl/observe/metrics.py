@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from monarch_rl.observe.rollouts import reopen
+from monarch_rl.observe.rollouts import cut, reopen
+from monarch_rl.types import Version
 
 
 @dataclass(slots=True)
@@ -18,6 +19,8 @@ class GeneratorReport:
     replica: int
     step: int = -1
     """of the weights it holds; -1 before the first"""
+    lineage: int = 0
+    """of these weights"""
     tokens: int = 0
     """sampled"""
     idle_s: float = 0.0
@@ -43,6 +46,10 @@ class GeneratorReport:
     ended: bool = False
     """it has left, or was lost"""
 
+    def behind(self, trainer: Version) -> int:
+        """Optimizer steps; at least 1 where the trainer has restarted from a checkpoint since."""
+        return max(trainer.step - self.step, int(self.lineage < trainer.lineage))
+
 
 class GeneratorFigures:
     """Turns successive reports of all generators into the figures of one step."""
@@ -51,8 +58,8 @@ class GeneratorFigures:
         self._tokens = self._idle_s = 0.0
         self._at = time.monotonic()
 
-    def row(self, step: int, reports: Iterable[GeneratorReport]) -> dict[str, float]:
-        """Figures since the last call; `step` is the trainer's."""
+    def row(self, version: Version, reports: Iterable[GeneratorReport]) -> dict[str, float]:
+        """Figures since the last call; `version` is the trainer's."""
         reports, now = list(reports), time.monotonic()
         tokens, idle_s = float(sum(r.tokens for r in reports)), sum(r.idle_s for r in reports)
         elapsed, generated, idle = now - self._at, tokens - self._tokens, idle_s - self._idle_s
@@ -60,7 +67,7 @@ class GeneratorFigures:
         if not reports:
             return {}
         live = [r for r in reports if not r.ended] or reports
-        lags = [step - r.step for r in live]
+        lags = [r.behind(version) for r in live]
         return {
             "lag/mean": sum(lags) / len(lags),
             "lag/max": float(max(lags)),
@@ -94,6 +101,7 @@ class MetricsFile:
     """Appends rows to `metrics.jsonl`; of an earlier run the steps up to `after` are kept."""
 
     def __init__(self, path: Path, after: int = 0) -> None:
+        self._path = path
         self._file = reopen(path, after)
 
     def write(self, row: Mapping[str, object]) -> None:
@@ -106,6 +114,11 @@ class MetricsFile:
         self._file.seek(self._last)
         self._file.truncate()
         self.write(row)
+
+    def cut(self, after: int) -> None:
+        """Later steps are undone; row 0 stays."""
+        self._file.close()
+        self._file = cut(self._path, after)
 
     def close(self) -> None:
         self._file.close()

@@ -15,6 +15,7 @@ class RolloutsFile:
 
     def __init__(self, path: Path, after: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._file = reopen(path, after)
 
     def write(self, step: int, groups: Iterable[Group]) -> None:
@@ -25,17 +26,26 @@ class RolloutsFile:
             self._file.write(json.dumps(row, default=str, ensure_ascii=False) + "\n")
         self._file.flush()
 
+    def cut(self, after: int) -> None:
+        """Later steps are undone."""
+        self._file.close()
+        self._file = cut(self._path, after)
+
     def close(self) -> None:
         self._file.close()
 
 
 def reopen(path: Path, after: int) -> TextIO:
-    """A file of JSON lines with a `step` each, to be appended to; lines of later steps are cut off."""
-    kept = []
-    if after and path.exists():
-        kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if json.loads(line)["step"] <= after]
+    """A file of JSON lines with a `step` each, to be appended to; of an earlier run the steps up to `after` are kept, and none for 0."""
+    return cut(path, after) if after and path.exists() else path.open("w", encoding="utf-8")
+
+
+def cut(path: Path, after: int) -> TextIO:
+    """The same file without the lines of later steps."""
+    kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if json.loads(line)["step"] <= after]
     file = path.open("w", encoding="utf-8")
     file.writelines(kept)
+    file.flush()
     return file
 
 
