@@ -74,9 +74,7 @@ def check_ages(groups: Iterable[Group], step: int, max_age: Callable[[int], int]
                 raise AgeError(f"prompt {group.ordinal} has a token of age {ages_N.max()} at step {step}, above buffer.max_age={bound}")
 
 
-def make_shards(
-    groups: Sequence[Group], step: int, ranks: int, budget: int, *, dead_too: bool = False, lineage: int = 0
-) -> list[Shard]:
+def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, dead_too: bool = False, lineage: int = 0) -> list[Shard]:
     """Deal the episodes of a batch to the ranks.
 
     In no shard are episodes without a trained token (unscorable, empty), and dead groups: where every advantage is a difference to

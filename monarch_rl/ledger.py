@@ -37,7 +37,7 @@ class Ledger:
         ordinals: prompts that there are; None: endless.
         tail: what becomes of the last groups where they are fewer than P: a smaller step, dropped, or a TailError.
         clock: the time for `Life.since`.
-        on_change: is told of every change of a prompt.
+        on_change: is told of every change.
     Raises:
         ValueError: a value is out of range, or the window leaves less than one step's worth of budget.
     """
@@ -59,6 +59,10 @@ class Ledger:
         self.prompts_per_step, self.window, self.max_attempts = prompts_per_step, window, max_attempts
         self.steps, self.ordinals, self.tail = steps, ordinals, tail
         self.set_max_age(max_age)
+        self._clock, self._on_change = clock, on_change
+        self._clear()
+
+    def _clear(self) -> None:
         self.started = 0
         """Ordinals leased at least once, so also the next fresh one."""
         self.dropped: Counter[str] = Counter()
@@ -70,7 +74,6 @@ class Ledger:
         self.trained_steps = 0
         """The last optimizer step that is done."""
         self.ended = Ended()
-        self._clock, self._on_change = clock, on_change
         self._live: dict[int, Entry] = {}
         self._count: Counter[State] = Counter()
         self._replaced = 0  # started ordinals that count in no step's P: dropped prompts whose replacement may be started ...
@@ -198,10 +201,7 @@ class Ledger:
         return self._deadlines[0][0] if self._deadlines else None
 
     def drop(self, ordinal: int, reason: str, attempt: int | None = None) -> bool:
-        """Take a prompt out for good; with `attempt` only while that claim is held.
-
-        False: the claim was lost before; or, without `attempt`, the prompt was taken or had ended.
-        """
+        """Take a prompt out for good; with `attempt` only while that claim is held. False: it was lost, was taken, or had ended."""
         entry = self._live.get(ordinal) if attempt is None else self._claim(ordinal, attempt)
         if entry is None or entry.state == "taken":
             return False
@@ -260,7 +260,8 @@ class Ledger:
         return starts | ends | {"live": live, "words": words, "columns": columns}
 
     def load_state_dict(self, state: Mapping[str, Any], keep_groups: bool = True) -> None:
-        """Go on where another stood; for a new ledger. Without `keep_groups` finished ones are sampled again, and P, S, W may differ."""
+        """Go on from there, whatever stood here. Without `keep_groups` finished ones are sampled again, and P, S, W may differ."""
+        self._clear()
         self.started, self.stale = state["started"], state["stale"]
         self._replaced, self._vacant = state["replaced"], state["vacant"]
         self.taken_steps = self.trained_steps = state["step"]

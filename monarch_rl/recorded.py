@@ -6,16 +6,18 @@ Which rank trains which episode in which micro-batch is a pure function of these
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from monarch_rl import arrays
-from monarch_rl.config import UserError
+from monarch_rl.config import Config, UserError
+from monarch_rl.observe.rollouts import RolloutsFile
 from monarch_rl.types import Group
 
 RECORD = "record"
@@ -67,3 +69,40 @@ def check(output_dir: Path) -> int:
         missing = next(step for step in range(1, steps[-1]) if step not in steps)
         raise UserError(f"replay={output_dir}: {RECORD}/step_{missing}.npz is missing")
     return len(steps)
+
+
+class Written:
+    """What was trained, in files: `rollouts.jsonl`, and with `record=true` the groups as they were, beside everything else."""
+
+    def __init__(self, config: Config, after: int, failed: Callable[[str], None]) -> None:
+        """`after`: steps that an earlier run in the same folder has done. `failed` is told why something cannot be written."""
+        self._folder, self._record, self._failed = Path(config.output_dir), config.record, failed
+        self._rollouts = RolloutsFile(self._folder / "rollouts.jsonl", after)
+        self._writing: set[asyncio.Task[None]] = set()
+        cut(self._folder, after)
+
+    def write(self, step: int, groups: Sequence[Group], lineage: int) -> None:
+        self._rollouts.write(step, groups)
+        if self._record:
+            writing = asyncio.get_running_loop().create_task(asyncio.to_thread(write, self._folder, step, groups, lineage))
+            self._writing.add(writing)
+            writing.add_done_callback(self._done)
+
+    async def go_back(self, step: int) -> None:
+        """Later steps are undone."""
+        await self.complete()
+        self._rollouts.cut(step)
+        cut(self._folder, step)
+
+    async def complete(self) -> None:
+        """All that was to be recorded is."""
+        await asyncio.gather(*self._writing, return_exceptions=True)
+
+    async def close(self) -> None:
+        self._rollouts.close()
+        await self.complete()
+
+    def _done(self, writing: asyncio.Task[None]) -> None:
+        self._writing.discard(writing)
+        if (error := writing.exception()) is not None:
+            self._failed(f"record: {error}")

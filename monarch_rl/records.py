@@ -74,7 +74,7 @@ class Records:
         self._metrics, self._buffer, self.version = metrics, buffer, version
 
     def go_back(self, version: Version) -> None:
-        """The trainers have restarted from a checkpoint: rows of later steps are undone. To be called when all that were put are written."""
+        """The trainers have restarted from a checkpoint: rows of later steps are undone. All that were put must be `written`."""
         assert self._file is not None
         self._file.cut(version.step)
         self.rows = [row for row in self.rows if row["step"] <= version.step]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from monarch_rl.lives import STATES, Ended
@@ -26,10 +26,10 @@ class Again(NamedTuple):
 
     ledger: dict[str, Any]
     """State of a ledger that has done the steps up to the checkpoint, and no more."""
-    groups: list[Group]
-    """Finished; some step will train them again."""
-    prompts: list[Prompt]
-    """Of groups that there was no room for; pending."""
+    groups: dict[int, Group]
+    """By ordinal: finished, for some step to train them."""
+    prompts: dict[int, Prompt]
+    """By ordinal: finished before, and to be sampled again."""
 
 
 class Uncovered:
@@ -59,10 +59,15 @@ class Uncovered:
         for done in [done for done in self._steps if done <= step]:
             self.nbytes -= sum(nbytes(kept.group) for kept in self._steps.pop(done) if kept.group is not None)
 
-    def go_back(self, ledger: Mapping[str, Any], step: int) -> Again:
-        """The steps after `step`, which a checkpoint covers, are undone. `ledger`: its state as it is now.
+    def go_back(self, ledger: Mapping[str, Any], step: int, waiting: Iterable[Group], keep_groups: bool) -> Again:
+        """The steps after `step`, which a checkpoint covers, are undone.
 
         What was dropped since stays dropped, and was reported; what was in flight is claimed again, as the same attempt.
+
+        Args:
+            ledger: its state as it is now.
+            waiting: groups that no step has trained.
+            keep_groups: False: all groups are sampled again.
         """
         undone = [kept for done in sorted(self._steps) if done > step for kept in self._steps.pop(done)]
         self.nbytes = sum(nbytes(kept.group) for steps in self._steps.values() for kept in steps if kept.group is not None)
@@ -78,8 +83,11 @@ class Uncovered:
             live.append([prompt.ordinal, finished, *claim, max_age, life.oldest, life.newest])
         state = {**ledger, "step": step, "trained": ledger["trained"] - len(undone), "live": sorted(live)}
         state["columns"] = {**ledger["columns"], "state": states}
-        groups = [kept.group for kept in undone if kept.group is not None]
-        return Again(state, groups, [kept.prompt for kept in undone if kept.group is None])
+        groups = {group.ordinal: group for group in (*(kept.group for kept in undone), *waiting) if group is not None}
+        prompts = {kept.prompt.ordinal: kept.prompt for kept in undone if kept.group is None}
+        if keep_groups:
+            return Again(state, groups, prompts)
+        return Again(state, {}, prompts | {ordinal: group.prompt for ordinal, group in groups.items()})
 
     def _keep(self, group: Group, bound: int) -> Kept:
         size = nbytes(group)

@@ -34,7 +34,7 @@ class LedgerFile:
         self._file.flush()
 
     def back(self, step: int) -> None:
-        """The trainers go on from step `step`: what stands above of later steps is undone, and checkpoints of them are not to come back to."""
+        """The trainers go on from step `step`: later ones are undone, and checkpoints of them were never completed."""
         self._file.write(json.dumps({"back": step}) + "\n")
         self._file.flush()
 

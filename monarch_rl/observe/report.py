@@ -189,12 +189,7 @@ def _ages(rows: Sequence[Row], groups: Sequence[Row]) -> str:
         lineage, of = map(int, version.split("."))
         return max(int(lineage < lineages.get(step, 0)), step - 1 - of)
 
-    ages = Counter(
-        age(group["step"], episode["versions"][0])
-        for group in groups
-        for episode in group["episodes"]
-        if episode["versions"]
-    )
+    ages = Counter(age(group["step"], episode["versions"][0]) for group in groups for episode in group["episodes"] if episode["versions"])
     if not ages:
         return ""
     shares = [(f"{age} steps", n / ages.total()) for age, n in sorted(ages.items())]
