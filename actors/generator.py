@@ -9,6 +9,7 @@ Called by: RolloutWorker (`generate`), the controller (`start`, `follow`). May b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from typing import TYPE_CHECKING
 
@@ -72,12 +73,12 @@ class Generator(Actor):
         return self._plan
 
     @concurrent_endpoint
-    async def generate(self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int) -> list[Generation]:
+    async def generate(self, ids: list[int], sampling: Sampling, seeds: list[int], min_version: int) -> list[Generation]:
         """Sample one completion per seed, each as a request of its own.
 
-        Waits until this replica holds at least step `min_step` (the gate of the admission rule).
+        Waits until this replica holds at least `min_version`, a `Version.pack()` (the gate of the admission rule).
         """
-        await self._holds(min_step)
+        await self._holds(min_version)
         if self._pulls.asleep:
             self._report_soon()  # that it is busy again
         with timeline.span("generate", episodes=len(seeds)):
@@ -89,7 +90,8 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def follow(self, publishers: Publisher, slots: list[list[SlotBuffers]], plan_digest: str) -> None:
-        """Pull and swap every version that the trainers publish, until `unfollow`."""
+        """Pull and swap every version that the trainers publish, until `unfollow`, or until they are gone. A second call takes the place
+        of the first."""
         from monarch_rl.weights import transport
         from monarch_rl.weights.pull import Puller, Reader
 
@@ -97,16 +99,18 @@ class Generator(Actor):
             raise RuntimeError(f"{self.name}: its engine cuts the weights differently from generator 0; all replicas must share one layout")
         transport.demand(self._config.weights.transport, self.name)
         await transport.warm_up()
+        if self._following is not None:
+            self._following.cancel()
         puller = Puller(self._plan, slots, encoding=self._config.weights.encoding)
-        self._following = asyncio.create_task(self._follow(Reader(self.name, publishers, puller), puller), name="follow")
-        await asyncio.wait({self._following})
-        if not self._following.cancelled():
-            self._following.result()
+        following = self._following = asyncio.create_task(self._follow(Reader(self.name, publishers, puller), puller), name="follow")
+        await asyncio.wait({following})
+        if not following.cancelled():
+            following.result()
 
     @concurrent_endpoint
-    async def ready(self, min_step: int) -> None:
-        """Answers when this replica holds at least step `min_step`."""
-        await self._holds(min_step)
+    async def ready(self, min_version: int) -> None:
+        """Answers when this replica holds at least `min_version`, a `Version.pack()`."""
+        await self._holds(min_version)
 
     @concurrent_endpoint
     async def pull(self, publishers: Publisher, slots: list[list[SlotBuffers]], newest: Version) -> None:
@@ -159,8 +163,11 @@ class Generator(Actor):
         await self._engine.close()
 
     async def _follow(self, reader: Reader, puller: Puller) -> None:
-        while True:
-            await self._pull_once(reader, puller)
+        from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+        with contextlib.suppress(SupervisionError):  # the trainers are gone; whoever starts them again has this replica follow those
+            while True:
+                await self._pull_once(reader, puller)
 
     async def _pull_once(self, reader: Reader, puller: Puller) -> None:
         """The next newer version, unless the pull has to be thrown away.
@@ -197,8 +204,8 @@ class Generator(Actor):
                 raise WeightsDiffer(f"{self.name}: {error.__cause__}") from error
             raise
 
-    async def _holds(self, min_step: int) -> None:
-        while self._engine.version is None or self._engine.version.step < min_step:
+    async def _holds(self, min_version: int) -> None:
+        while self._engine.version is None or self._engine.version.pack() < min_version:
             arrived = self._arrived
             await arrived.wait()
 
@@ -208,7 +215,8 @@ class Generator(Actor):
         timeline.add(timeline.Span("pull", start_ns, pulled_ns, {"version": str(version), "tokens_meanwhile": tokens_meanwhile}))
         timeline.add(timeline.Span("swap", pulled_ns, time.time_ns(), {"version": str(version)}))
         pulls = self._pulls
-        pulls.step, pulls.pull_s, pulls.pause_s = version.step, (pulled_ns - start_ns) / 1e9, pause_s
+        pulls.lineage, pulls.step = version
+        pulls.pull_s, pulls.pause_s = (pulled_ns - start_ns) / 1e9, pause_s
         pulls.pulled += 1
         pulls.tokens_during_pulls += tokens_meanwhile
         self._report()

@@ -191,15 +191,15 @@ class RolloutWorker(Actor):
         await self._routes.drain(replica)
 
     @concurrent_endpoint
-    async def evaluate(self, indices: Sequence[int], min_step: int, task: TaskSpec | None = None) -> Evaluation:
-        """One episode for each held-out prompt that there is, sampled as in training, by weights of at least step `min_step`.
+    async def evaluate(self, indices: Sequence[int], min_version: int, task: TaskSpec | None = None) -> Evaluation:
+        """One episode for each held-out prompt that there is, sampled as in training, by weights of at least `min_version`.
 
         Raises:
             UserError: `task`, evaluated in place of the one that is trained, cannot be loaded. PromptError: it cannot make a prompt.
         """
         from monarch_rl.tasks import load_task, make_prompt
 
-        work = Purpose("eval", self._task if task is None else load_task(task, {}, self._config.seed), task, self._sampling, min_step)
+        work = Purpose("eval", self._task if task is None else load_task(task, {}, self._config.seed), task, self._sampling, min_version)
         size = work.task.eval_size
         prompts = [make_prompt(work.task, index, "eval") for index in indices if size is None or index < size]
         evaluation = Evaluation()
@@ -226,7 +226,7 @@ class RolloutWorker(Actor):
     async def _serve(self, lease: Lease, prompt: Prompt) -> None:
         from monarch_rl.engine import UnusablePrompt
 
-        work = Purpose("train", self._task, None, self._sampling, lease.min_step, lease.attempt)
+        work = Purpose("train", self._task, None, self._sampling, lease.min_version, lease.attempt)
         try:
             async with asyncio.timeout(self._config.rollout.deadline_s):
                 group = await self._roll(prompt, work, self._config.generator.group_size)

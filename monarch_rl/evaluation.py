@@ -31,10 +31,11 @@ class Evaluated:
         return accuracy | {"eval/prompts": self.prompts, "eval/unscorable": self.unscorable, "eval/version": self.version}
 
 
-async def evaluate(workers: Sequence[RolloutWorker], prompts: int, min_step: int, task: TaskSpec | None = None) -> Evaluated:
-    """Sample `prompts` held-out prompts with weights of at least step `min_step`; `task` in place of the one that is trained."""
+async def evaluate(workers: Sequence[RolloutWorker], prompts: int, min_version: int, task: TaskSpec | None = None) -> Evaluated:
+    """Sample `prompts` held-out prompts with weights of at least `min_version`, a `Version.pack()`; `task`: in place of the one that is
+    trained."""
     count = len(workers)
-    asked = [worker.evaluate.call_one(range(i, prompts, count), min_step, task).as_asyncio() for i, worker in enumerate(workers)]
+    asked = [worker.evaluate.call_one(range(i, prompts, count), min_version, task).as_asyncio() for i, worker in enumerate(workers)]
     parts = await asyncio.gather(*asked)
     rewards = [reward for part in parts for reward in part.rewards]
     versions = [version for part in parts for version in (part.first, part.last) if version is not None]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 START_DEADLINE_S = 900.0
 """A large model may take minutes to load."""
+LEAVE_DEADLINE_S = 30.0
+"""For the processes of a mesh to end that is not needed any more."""
 LEAVE_S = 0.1
 """From when a process says that it ends until it does, for the word to get out."""
 DEATH_NOTICE_S = 1.5
@@ -40,6 +42,7 @@ class Meshes:
         self.hosts = Hosts(config)
         self._ended: set[str] = set()
         self._obituaries: dict[str, str] = {}
+        self._left: dict[str, asyncio.Future[str]] = {}
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.fault.add_done_callback(lambda fault: fault.cancelled() or fault.exception())  # may come when nobody waits for it
 
@@ -94,9 +97,23 @@ class Meshes:
         finally:
             task.cancel()
 
-    def leave(self, name: str) -> None:
-        """The death of this mesh is another's to deal with: `fault` is not told."""
+    def leave(self, name: str) -> asyncio.Future[str]:
+        """The death of this mesh is another's to deal with: `fault` is not told. The result says how it died."""
         self._ended.add(name)
+        return self._left.setdefault(name, asyncio.get_running_loop().create_future())
+
+    async def renew(self, name: str) -> None:
+        """End a mesh that was left, in whatever state it is, and start its processes again where they were."""
+        placed = self._placed[name]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_DEADLINE_S):
+                await self.stop(name)
+        self._spawn(placed)
+
+    def heed(self, name: str) -> asyncio.Future[str]:
+        """As `leave`, of a mesh that was renewed: from here on its deaths are its own, and not those of the one before."""
+        self._left.pop(name, None)
+        return self.leave(name)
 
     async def obituary(self, name: str) -> str:
         """How a mesh died that `leave` was called for; waits for the news of what has just happened. Empty: nothing is known."""
@@ -148,5 +165,8 @@ class Meshes:
     def _died(self, report: str, died: str) -> None:
         meant = [name for name in self._ended if f"{name}_process{{" in report or f"{name}{{" in report]
         self._obituaries |= dict.fromkeys(meant, died)
+        for name in meant:
+            if (left := self._left.get(name)) is not None and not left.done():
+                left.set_result(died)
         if not meant:
             self._lost(died)

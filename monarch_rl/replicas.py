@@ -50,6 +50,7 @@ class Replicas:
         self._lost = 0
         self._starts: dict[int, asyncio.Future[LoadPlan]] = {}
         self._changing = asyncio.Lock()
+        self._holding = False
         self.live: dict[int, Generator] = {}
         """Those that requests may be sent to, and those that start."""
 
@@ -91,12 +92,21 @@ class Replicas:
         self.follow()
 
     def follow(self) -> None:
-        """Have all replicas pull what the trainers publish, until `hold`."""
+        """Have all replicas pull what the trainers publish, until `hold`. One that still starts will by itself."""
+        self._holding = False
         for number in self.live:
-            self._tasks.create_task(self._follow(number), name=f"generator {number}")
+            if self._starts[number].done():
+                self._tasks.create_task(self._follow(number), name=f"generator {number}")
+
+    def renew(self, source: Source) -> None:
+        """The trainers were started again: from now on weights come from there."""
+        self._source = source
+        if not self._holding:
+            self.follow()
 
     async def hold(self) -> None:
         """They pull nothing more."""
+        self._holding = True
         await asyncio.gather(*[self._unfollow(number) for number in self.live])
 
     async def pull(self, number: int, newest: Version) -> None:

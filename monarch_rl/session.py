@@ -14,13 +14,13 @@ from monarch_rl.changes import settle
 from monarch_rl.config import UserError
 from monarch_rl.evaluation import Evaluated
 from monarch_rl.generator_config import SAMPLED_BY
-from monarch_rl.meshes import START_DEADLINE_S, ActorDied
+from monarch_rl.meshes import ActorDied
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.output import check_output_dir, make_output_dir
 from monarch_rl.running import STOP_S, Halted, Running
 from monarch_rl.supervise import answer, cause, root
 from monarch_rl.tables import BufferTable, Samples, Table
-from monarch_rl.types import Sampling
+from monarch_rl.types import Sampling, Version
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -162,7 +162,7 @@ class Session(Running):
         config, changed = settle(self.config, values)
         self._check_open()
         if "trainer.lr" in changed:
-            await answer(self._trainers.set_lr.call(config.trainer.lr), "trainers (learning rate)", START_DEADLINE_S)
+            await self._ask_trainers(lambda ranks: ranks.set_lr.call(config.trainer.lr), "learning rate")
         if changed.keys() & {f"generator.{name}" for name in SAMPLED_BY}:
             await answer(self._rollouts.set_sampling.call(config.generator), "rollout workers (sampling)", 60.0)
         if "buffer.max_age" in changed:
@@ -240,7 +240,7 @@ class Session(Running):
         """
         await self._live()
         try:
-            return await self._evaluated(prompts or self.config.eval.prompts or 256, 0, task)
+            return await self._evaluated(prompts or self.config.eval.prompts or 256, Version(0, 0), task)
         except Exception as error:
             if isinstance(mistake := root(error), UserError):
                 raise mistake from error

@@ -19,8 +19,6 @@ class GeneratorReport:
     replica: int
     step: int = -1
     """of the weights it holds; -1 before the first"""
-    lineage: int = 0
-    """of these weights"""
     tokens: int = 0
     """sampled"""
     idle_s: float = 0.0
@@ -43,6 +41,8 @@ class GeneratorReport:
     """of the last pull"""
     deltas: int = 0
     """pulls that moved only what had changed (`weights.encoding`)"""
+    lineage: int = 0
+    """of the weights it holds"""
     ended: bool = False
     """it has left, or was lost"""
 

@@ -193,8 +193,8 @@ def _ages(rows: Sequence[Row], groups: Sequence[Row]) -> str:
     if not ages:
         return ""
     shares = [(f"{age} steps", n / ages.total()) for age, n in sorted(ages.items())]
-    rows = [(name, f'<meter value="{share:.3f}"></meter>', f"{share:.0%}") for name, share in shares]
-    return f"<h2>Age of the oldest token, of {ages.total()} trained episodes</h2>{_table(rows)}"
+    listed = [(name, f'<meter value="{share:.3f}"></meter>', f"{share:.0%}") for name, share in shares]
+    return f"<h2>Age of the oldest token, of {ages.total()} trained episodes</h2>{_table(listed)}"
 
 
 def _rollouts(groups: Sequence[Row]) -> str:

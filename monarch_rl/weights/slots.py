@@ -7,7 +7,7 @@ the checksums beside it let a reader prove that what it read is one whole versio
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -85,7 +85,18 @@ class Ring:
     The trainer's thread pays for one copy of its local shards per publish; checksums, deltas and announcement are the side thread's.
     """
 
-    def __init__(self, plan: LoadPlan, *, rank: int, world: int, slots: int, board: Board, deltas: bool = False) -> None:
+    def __init__(
+        self,
+        plan: LoadPlan,
+        *,
+        rank: int,
+        world: int,
+        slots: int,
+        board: Board,
+        deltas: bool = False,
+        failed: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """`failed` is called by the side thread when it can seal nothing any more."""
         self._plan, self._rank, self._world, self._board = plan, rank, world, board
         self._blocks = layout(plan, rank, world)
         self._cuda = torch.cuda.is_available()
@@ -94,6 +105,7 @@ class Ring:
         self._seals = [torch.full((1 + len(self._blocks),), BEING_WRITTEN, dtype=torch.int64) for _ in range(slots)]
         self._deltas = [torch.zeros(most_delta(size) if deltas else 0, dtype=torch.uint8) for _ in range(slots)]
         self._stream = torch.cuda.Stream() if self._cuda else None
+        self._failed = failed
         self._published = 0
         self._slot = -1
         self._lock = threading.Lock()
@@ -163,11 +175,16 @@ class Ring:
         return event
 
     def _seal_forever(self) -> None:
-        while (staged := self._staged.get()) is not None:
-            number, slot, version, copied = staged
-            if copied is not None:
-                copied.synchronize()
-            self._seal(number, slot, version)
+        try:
+            while (staged := self._staged.get()) is not None:
+                number, slot, version, copied = staged
+                if copied is not None:
+                    copied.synchronize()
+                self._seal(number, slot, version)
+        except BaseException as error:
+            if self._failed is None:
+                raise
+            self._failed(error)
 
     def _seal(self, number: int, slot: int, version: Version) -> None:
         if self._owners[slot] != number:  # the trainer has begun to write over it
