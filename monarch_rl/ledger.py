@@ -2,8 +2,8 @@
 
 An ordinal goes `pending → leased → scored → taken → trained`, or ends as `dropped` with a reason. A lost or late claim goes
 back to `pending` until its attempts are used up. Deadlines and the trainer's step are arguments, so that the rule can be tested
-in virtual time. An event costs O(1) amortised, plus a heap operation where deadlines or returned prompts are touched.
-The rule and its proof: `docs/staleness.md`.
+in virtual time. An event costs O(1) amortised, plus a heap operation where deadlines or returned prompts are touched, and a look at all
+that live where a returned one must wait for newer weights. The rule and its proof: `docs/staleness.md`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import islice
 from typing import Any, Literal
 
-from monarch_rl.lives import Counts, Ended, Entry, Holdings, Life, Lost, Progress, State, TailError, check_shape
+from monarch_rl.lives import STATES, Counts, Ended, Entry, Holdings, Life, Lost, Progress, State, TailError, check_shape
 from monarch_rl.types import NOT_SAMPLED, Lease
 
 Tail = Literal["train", "drop", "error"]
@@ -96,8 +96,7 @@ class Ledger:
     @property
     def counts(self) -> Counts:
         """How many prompts stand where."""
-        c = self._count
-        return Counts(self.started, c["pending"], c["leased"], c["scored"], c["taken"], c["trained"], self.dropped.total())
+        return Counts(self.started, *(self._count[state] for state in STATES[:-1]), self.dropped.total())
 
     @property
     def fill(self) -> float:
@@ -141,7 +140,7 @@ class Ledger:
         while self._returned and not self._is(self._returned[0], "pending"):
             heappop(self._returned)
         if self._returned:
-            return self._returned[0] if self._live[self._returned[0]].min_step <= step else None
+            return self._returned[0] if self._may_go_on(self._returned[0], step) else None
         return self.started if self._may_start(step) else None
 
     def lease(self, owner: str, now: float, deadline_s: float, step: int) -> Lease | None:
@@ -156,8 +155,7 @@ class Ledger:
         self._owned[owner].add(ordinal)
         heappush(self._deadlines, (now + deadline_s, ordinal, entry.attempt))
         if len(self._deadlines) > 64 + 2 * self._count["leased"]:
-            self._deadlines = [claim for claim in self._deadlines if self._holds(*claim[1:])]
-            heapify(self._deadlines)
+            self._deadlines = sorted(claim for claim in self._deadlines if self._holds(*claim[1:]))
         return Lease(ordinal, entry.attempt, entry.min_step)
 
     def scored(self, ordinal: int, attempt: int, trainable: bool, oldest: int = NOT_SAMPLED, newest: int = NOT_SAMPLED) -> bool:
@@ -231,11 +229,7 @@ class Ledger:
         return ordinals
 
     def trained(self, step: int) -> None:
-        """The optimizer steps up to and including `step` are done; saying it again changes nothing.
-
-        Raises:
-            ValueError: a step that was not taken.
-        """
+        """Steps up to and including `step` are done; saying it again changes nothing. Raises ValueError: it was not taken."""
         if step > self.taken_steps:
             raise ValueError(f"step {step} cannot be trained: the last one taken is {self.taken_steps}")
         for _ in range(self.trained_steps, step):
@@ -274,12 +268,12 @@ class Ledger:
             if keep_groups:
                 entry = Entry(min_step, max_age, attempt=attempt, owner=owner, oldest=oldest, newest=newest)
             else:
-                entry = Entry(self._first_step(self.trained_steps * self.prompts_per_step + at), self.max_age, attempt=attempt - scored)
+                first = self._first_step(self.trained_steps * self.prompts_per_step + at, self.max_age)
+                entry = Entry(first, self.max_age, attempt=attempt - scored)
             self._live[ordinal] = entry
             self._count["pending"] += 1
             self._move(ordinal, entry, "scored" if scored and keep_groups else "pending")
-        self._returned = [ordinal for ordinal, entry in self._live.items() if entry.state == "pending"]
-        heapify(self._returned)
+        self._returned = sorted(ordinal for ordinal, entry in self._live.items() if entry.state == "pending")
         self._front = min(self._returned, default=self.started)
         self._head = min(self._live, default=self.started)
         self._ready = sum(e.state == "scored" and o < self._front + self.window for o, e in self._live.items())
@@ -304,23 +298,29 @@ class Ledger:
             limit = min(limit, self.steps * self.prompts_per_step)
         return self.started - self._replaced < limit
 
+    def _may_go_on(self, ordinal: int, step: int) -> bool:
+        """The rule for one that was started before: what was dropped since makes it earlier."""
+        entry = self._live[ordinal]
+        if entry.min_step > step:
+            before = self.trained_steps * self.prompts_per_step + sum(live < ordinal for live in self._live)
+            entry.min_step = min(entry.min_step, self._first_step(before, entry.max_age))
+        return entry.min_step <= step
+
     def _start(self) -> Entry:
-        entry = self._live[self.started] = Entry(self._first_step(self.started - self._replaced), self.max_age)
+        entry = self._live[self.started] = Entry(self._first_step(self.started - self._replaced, self.max_age), self.max_age)
         self._count["pending"] += 1
         self.started += 1
         return entry
 
-    def _first_step(self, index: int) -> int:
+    def _first_step(self, index: int, max_age: int) -> int:
         """The smallest step of weights that the admission rule allows to the prompt that `index` others may be trained before."""
-        return max(0, (index - self.budget) // self.prompts_per_step + 1)
+        return max(0, (index + self.window - 1) // self.prompts_per_step - max_age)
 
     def _is(self, ordinal: int, *states: State) -> bool:
-        entry = self._live.get(ordinal)
-        return entry is not None and entry.state in states
+        return ordinal in self._live and self._live[ordinal].state in states
 
     def _holds(self, ordinal: int, attempt: int) -> bool:
-        entry = self._live.get(ordinal)
-        return entry is not None and entry.state == "leased" and entry.attempt == attempt
+        return self._is(ordinal, "leased") and self._live[ordinal].attempt == attempt
 
     def _claim(self, ordinal: int, attempt: int) -> Entry | None:
         if self._holds(ordinal, attempt):

@@ -310,8 +310,8 @@ class Running:
             async with self._turn:  # what held it has heard of the loss
                 try:
                     await self._go_back(why)
-                except Exception:
-                    if not await self._trainers.are_lost():
+                except Exception as error:
+                    if not await self._trainers.are_lost(error):
                         raise
                     continue
             self._records.spans("trainer 0", [Span("restart", started_ns, time.time_ns(), {"version": str(self.version)})])
@@ -340,7 +340,7 @@ class Running:
         except (Halted, TrainerRestarted):
             raise
         except Exception as error:
-            if self._keeper is None or not (renewed.done() or await self._trainers.are_lost()):
+            if self._keeper is None or not (renewed.done() or await self._trainers.are_lost(error)):
                 raise
             await asyncio.wait({renewed, self._keeper}, return_when=asyncio.FIRST_COMPLETED)
             if not renewed.done():

@@ -81,11 +81,15 @@ class Trainers:
             self._lost.set_result(stuck.result())
         return self._lost.result()
 
-    async def are_lost(self) -> bool:
-        """Whether one is; waits for the news of what has just happened."""
+    async def are_lost(self, error: Exception) -> bool:
+        """Whether one is, as `error` suggests that they were asked with; waits for the news of what has just happened."""
+        from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
         if self._lost is None:
             return False
         await asyncio.wait({self._lost}, timeout=DEATH_NOTICE_S)
+        if isinstance(error, SupervisionError) and not self._lost.done():  # Monarch knows that it is gone before it knows why
+            self._lost.set_result("trainer is gone")
         return self._lost.done()
 
     async def renew(self, why: str) -> None:
