@@ -268,8 +268,7 @@ class Ledger:
             if keep_groups:
                 entry = Entry(min_step, max_age, attempt=attempt, owner=owner, oldest=oldest, newest=newest)
             else:
-                first = self._first_step(self.trained_steps * self.prompts_per_step + at, self.max_age)
-                entry = Entry(first, self.max_age, attempt=attempt - scored)
+                entry = Entry(self._first_step(self.trained_steps * self.prompts_per_step + at), self.max_age, attempt=attempt - scored)
             self._live[ordinal] = entry
             self._count["pending"] += 1
             self._move(ordinal, entry, "scored" if scored and keep_groups else "pending")
@@ -303,18 +302,18 @@ class Ledger:
         entry = self._live[ordinal]
         if entry.min_step > step:
             before = self.trained_steps * self.prompts_per_step + sum(live < ordinal for live in self._live)
-            entry.min_step = min(entry.min_step, self._first_step(before, entry.max_age))
+            entry.min_step = min(entry.min_step, self._first_step(before - (entry.max_age - self.max_age) * self.prompts_per_step))
         return entry.min_step <= step
 
     def _start(self) -> Entry:
-        entry = self._live[self.started] = Entry(self._first_step(self.started - self._replaced, self.max_age), self.max_age)
+        entry = self._live[self.started] = Entry(self._first_step(self.started - self._replaced), self.max_age)
         self._count["pending"] += 1
         self.started += 1
         return entry
 
-    def _first_step(self, index: int, max_age: int) -> int:
+    def _first_step(self, index: int) -> int:
         """The smallest step of weights that the admission rule allows to the prompt that `index` others may be trained before."""
-        return max(0, (index + self.window - 1) // self.prompts_per_step - max_age)
+        return max(0, (index - self.budget) // self.prompts_per_step + 1)
 
     def _is(self, ordinal: int, *states: State) -> bool:
         return ordinal in self._live and self._live[ordinal].state in states
