@@ -50,14 +50,14 @@ class _Take(NamedTuple):
 class ReplayBuffer(Actor):
     def __init__(self, config: Config, found: Path | None = None, keep_groups: bool = True) -> None:
         """`found`: the checkpoint to go on from; `keep_groups`: with what was finished there."""
-        from monarch_rl.checkpoint import read_buffer, read_progress
+        from monarch_rl.checkpoint import read_buffer
         from monarch_rl.prompts import PromptStream
         from monarch_rl.tasks import load_task
 
         buffer = config.buffer
         task = load_task(config.task, config.task_args, config.seed)
         state, groups = read_buffer(found) if found else ({}, [])
-        self._lineage = read_progress(found).lineage if found else 0
+        self._lineage: int = state.get("lineage", 0)
         self._uncovered = Uncovered(config.checkpoint.uncovered_mb * 2**20) if can_restart(config) else None
         after: int = state.get("step", 0)
         self._lives = LedgerFile(Path(config.output_dir) / "ledger.jsonl", after)
@@ -185,7 +185,7 @@ class ReplayBuffer(Actor):
         """Remember how all stands after step `step`, which is done, for a checkpoint that `save` writes."""
         self._trained(step)
         waiting = [self._groups[ordinal] for ordinal in sorted(self._groups)]
-        self._saved = self._ledger.state_dict(), waiting
+        self._saved = self._ledger.state_dict() | {"lineage": self._lineage}, waiting
         self._lives.mark(step)
         return self._ledger.progress()._replace(lineage=self._lineage)
 

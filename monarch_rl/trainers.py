@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 MESH = "trainer"
 LOOKS = 4
 """So many in a row must find a rank without an answer before it is taken for lost."""
+REASON_S = 5.0
+"""Longest for Monarch to tell why a process is gone, when it knows that it is."""
 BACK_OFF_S = 1.0
 """Before the second restart; twice as long before each further one."""
 MOST_BACK_OFF_S = 60.0
@@ -87,8 +89,9 @@ class Trainers:
 
         if self._lost is None:
             return False
-        await asyncio.wait({self._lost}, timeout=DEATH_NOTICE_S)
-        if isinstance(error, SupervisionError) and not self._lost.done():  # Monarch knows that it is gone before it knows why
+        gone = isinstance(error, SupervisionError)
+        await asyncio.wait({self._lost}, timeout=REASON_S if gone else DEATH_NOTICE_S)
+        if gone and not self._lost.done():
             self._lost.set_result("trainer is gone")
         return self._lost.done()
 

@@ -82,7 +82,6 @@ def test_the_trainer_is_killed(tmp_path: Path) -> None:
         job.until_row(3)
         job.kill("trainer 0")
         check_restarts(job, 1)
-        assert job.out.count("trainer was killed by signal 9 (SIGKILL); the trainers start again at step ") == 1
 
 
 @pytest.mark.slow
@@ -102,10 +101,10 @@ def test_a_trainer_rank_is_killed_again_and_again(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_trainer_that_stands_still_is_started_again(tmp_path: Path) -> None:
-    with started(tmp_path, *TRAINER, "trainer.ranks=2", "trainer.hang_s=8") as job:
+    with started(tmp_path, *TRAINER, "trainer.ranks=2", "trainer.hang_s=20") as job:
         job.until_row(3)
         job.roles()["trainer 0"].suspend()
-        job.until_said("trainer answered nothing for 8 s; the trainers start again at step ")
+        job.until_said("trainer answered nothing for 20 s; the trainers start again at step ")
         check_restarts(job, 1)
 
 
