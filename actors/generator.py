@@ -39,6 +39,8 @@ class Generator(Actor):
         self._pulls = GeneratorReport(replica)
         self._report_due: asyncio.TimerHandle | None = None
         self._following: asyncio.Task[None] | None = None
+        self._pinned, self._unpinned = False, asyncio.Event()
+        self._unpinned.set()
         self._shut = False
 
     @concurrent_endpoint
@@ -129,6 +131,22 @@ class Generator(Actor):
             self._following.cancel()
 
     @concurrent_endpoint
+    async def pin(self, min_version: int) -> int:
+        """From when this replica holds `min_version`, a `Version.pack()`, keep the weights that it holds until `unpin`. Answers with their
+        version, at least."""
+        await self._holds(min_version)
+        assert self._engine.version is not None
+        self._pinned = True
+        self._unpinned.clear()
+        return self._engine.version.pack()
+
+    @concurrent_endpoint
+    async def unpin(self) -> None:
+        """Take the newest weights again."""
+        self._pinned = False
+        self._unpinned.set()
+
+    @concurrent_endpoint
     async def shut_or_failed(self) -> None:
         """Answers when this replica has been shut.
 
@@ -177,6 +195,7 @@ class Generator(Actor):
         """
         from monarch_rl.weights.pull import RejectedPull
 
+        await self._unpinned.wait()
         target = await reader.newer(self._engine.version)
         before, start_ns = self._engine.stats().tokens, time.time_ns()
         try:
@@ -185,6 +204,8 @@ class Generator(Actor):
             self._pulls.rejected += 1
             self._pulls.too_slow = reader.too_slow
             self._report_soon()
+            return
+        if self._pinned:  # meanwhile; what is newest when that is over is pulled then
             return
         pulled_ns = time.time_ns()
         pause_s = await self._swap(puller, target.version)

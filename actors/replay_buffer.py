@@ -22,7 +22,8 @@ from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from monarch_rl.barren import Barren
 from monarch_rl.config import Config, can_restart
-from monarch_rl.groups import check_ages, figures, judge, make_shards, stamps
+from monarch_rl.curriculum import Curriculum
+from monarch_rl.groups import by_reason, check_ages, figures, judge, make_shards, stamps
 from monarch_rl.ledger import AgeError, Ledger
 from monarch_rl.lives import Holdings, Life, Lost, Progress, State, TailError
 from monarch_rl.observe import timeline
@@ -58,7 +59,7 @@ class ReplayBuffer(Actor):
         task = load_task(config.task, config.task_args, config.seed)
         state, groups = read_buffer(found) if found else ({}, [])
         self._lineage: int = state.get("lineage", 0)
-        self._uncovered = Uncovered(config.checkpoint.uncovered_mb * 2**20) if can_restart(config) else None
+        self._uncovered = Uncovered(config.checkpoint.uncovered_mb * 2**20 if can_restart(config) else None)
         after: int = state.get("step", 0)
         self._lives = LedgerFile(Path(config.output_dir) / "ledger.jsonl", after)
         self._config = config
@@ -88,6 +89,7 @@ class ReplayBuffer(Actor):
         self._saved: tuple[dict[str, Any], list[Group]] | None = None  # for the checkpoint that is being written
         self._exhausted = False  # the data have ended, and no step is left in them
         self._barren = Barren(config, task.name)
+        self._curriculum = Curriculum(task, state.get("outcomes"))
         self._recent: deque[Group] = deque(maxlen=RECENT)
         self._figures: dict[int, dict[str, float]] = {}
         self._files = Written(config, after, self._fail)
@@ -185,7 +187,8 @@ class ReplayBuffer(Actor):
         """Remember how all stands after step `step`, which is done, for a checkpoint that `save` writes."""
         self._trained(step)
         waiting = [self._groups[ordinal] for ordinal in sorted(self._groups)]
-        self._saved = self._ledger.state_dict() | {"lineage": self._lineage}, waiting
+        more = {"outcomes": self._curriculum.state_dict(), "lineage": self._lineage}
+        self._saved = self._ledger.state_dict() | more, waiting
         self._lives.mark(step)
         return self._ledger.progress()._replace(lineage=self._lineage)
 
@@ -201,8 +204,7 @@ class ReplayBuffer(Actor):
     @endpoint
     async def covered(self, step: int) -> None:
         """A checkpoint of step `step` is complete: trainers will not restart from an earlier one."""
-        if self._uncovered is not None:
-            self._uncovered.covered(step)
+        self._uncovered.covered(step)
 
     @endpoint
     async def go_back(self, step: int, lineage: int) -> None:
@@ -210,7 +212,6 @@ class ReplayBuffer(Actor):
 
         With `max_age=0` they are sampled again, as are groups for which there was no room. What is in flight will be ignored.
         """
-        assert self._uncovered is not None
         await self._files.go_back(step)
         keep_groups = self._ledger.max_age > 0
         again = self._uncovered.go_back(self._ledger.state_dict(), step, self._groups.values(), keep_groups)
@@ -275,7 +276,7 @@ class ReplayBuffer(Actor):
 
     def _serve_leases(self) -> None:
         # Where the trainers may yet go back, nothing is over before the end.
-        if self._ended or (self._ledger.over and self._uncovered is None):
+        if self._ended or (self._ledger.over and not self._uncovered.needed):
             while self._idle:
                 self._idle.popleft()[0].send(None)
         # What a generator can hold at best: opening a lease earlier would only use up its deadline at the generator's gate.
@@ -322,14 +323,13 @@ class ReplayBuffer(Actor):
         for done in [taken for taken in self._batches if taken <= step]:
             ordinals = self._batches.pop(done)
             groups = [self._groups.pop(ordinal) for ordinal in ordinals]
-            if self._uncovered is not None:
-                self._uncovered.add(done, groups, map(self._ledger.age_bound, ordinals))
+            self._uncovered.add(done, groups, map(self._ledger.age_bound, ordinals))
         self._ledger.trained(step)
 
     def _exhaust(self) -> None:
         """Each prompt of the data was trained or dropped."""
         if self._ledger.trained_steps == 0:
-            dropped = ", ".join(f"{n} {reason}" for reason, n in self._ledger.dropped.items())
+            dropped = by_reason(self._ledger.dropped)
             self._ended = f"all {self._ledger.started} prompts of the data were dropped ({dropped}). {self._barren.notes}"
             raise RuntimeError(f"there is no batch for step 1: {self._ended}")
         self._groups.clear()  # of a tail that is not trained
@@ -340,9 +340,8 @@ class ReplayBuffer(Actor):
         buffer = {"buffer/fill": self._ledger.fill, "buffer/dropped": float(counts.dropped), "buffer/leased": float(counts.leased)}
         reasons = {f"buffer/dropped_{reason}": float(n) for reason, n in self._ledger.dropped.items()}
         self._files.write(step, groups, self._lineage)
-        if self._uncovered is not None:
-            buffer |= {"buffer/uncovered_mb": self._uncovered.nbytes / 2**20, "buffer/uncovered_left_out": float(self._uncovered.left_out)}
-        self._figures[step] = figures(step, groups, self._barren.groups, self._lineage) | buffer | reasons
+        of_groups = figures(step, groups, self._barren.groups, self._lineage)
+        self._figures[step] = of_groups | buffer | reasons | self._uncovered.figures()
         self._figures.pop(step - FIGURES_KEPT, None)
         self._barren.groups = []
 
@@ -352,6 +351,7 @@ class ReplayBuffer(Actor):
 
     def _finished(self, group: Group, trainable: bool) -> None:
         self._recent.append(group)
+        self._curriculum.note(group, self._ledger.trained_steps)
         if trainable:
             self._prompts.pop(group.ordinal)
             self._groups[group.ordinal] = group
@@ -376,13 +376,21 @@ class ReplayBuffer(Actor):
 
     async def _next_prompt(self) -> None:
         try:
-            prompt = await asyncio.to_thread(next, self._stream)
+            prompt, skipped = await asyncio.to_thread(self._make)
         except Exception as error:  # whatever a task does ends the run with its words, at the ranks that wait for a batch
             self._ended = self._ended or str(error)
         else:
-            self._prompts[prompt.ordinal] = prompt
+            if skipped:
+                self._ledger.skip(prompt.ordinal)
+            else:
+                self._prompts[prompt.ordinal] = prompt
         self._fetching = None
         self._pump()
+
+    def _make(self) -> tuple[Prompt, bool]:
+        """The next prompt, and whether it is left out; one that was started before is not."""
+        prompt = next(self._stream)
+        return prompt, prompt.ordinal >= self._ledger.started and self._curriculum.skips(prompt, self._ledger.trained_steps)
 
     def _arm(self) -> None:
         """One timer, for the next deadline of a lease."""

@@ -71,6 +71,8 @@ class Purpose:
     """The same for all turns of an episode, whatever is set meanwhile."""
     min_step: int
     attempt: int = 1
+    replica: int | None = None
+    """The only one to ask, as long as it is here; None: any."""
 
 
 class Routes:
@@ -79,6 +81,7 @@ class Routes:
     def __init__(self, generators: Mapping[int, Generator]) -> None:
         self._generators = dict(generators)
         self._load = Counter[int]()
+        self._pinned: dict[int, int] = {}  # replica → the step that it keeps to
         self._changed = asyncio.Event()
 
     def add(self, replica: int, generator: Generator) -> None:
@@ -88,6 +91,12 @@ class Routes:
     def lose(self, replica: int) -> None:
         """Choose it no more."""
         self._generators.pop(replica, None)
+
+    def pin(self, replica: int, step: int | None) -> None:
+        """It keeps the weights of `step`, so that what needs newer ones had better go elsewhere; None: it follows the trainer again."""
+        self._pinned.pop(replica, None)
+        if step is not None:
+            self._pinned[replica] = step
 
     async def drain(self, replica: int) -> None:
         """Choose it no more, and wait until nothing is left to come back from it."""
@@ -107,7 +116,7 @@ class Routes:
         while True:
             while not self._generators:
                 await self._changed.wait()
-            chosen = replica if replica in self._generators else min(self._generators, key=self._load.__getitem__)
+            chosen = replica if replica in self._generators else self._choose(min_step)
             self._load[chosen] += len(seeds)
             try:
                 generations: list[Generation] = await self._generators[chosen].generate.call_one(ids, sampling, seeds, min_step)
@@ -119,6 +128,10 @@ class Routes:
             finally:
                 self._load[chosen] -= len(seeds)
                 self._tell()
+
+    def _choose(self, min_step: int) -> int:
+        able = [replica for replica in self._generators if self._pinned.get(replica, min_step) >= min_step]
+        return min(able or self._generators, key=self._load.__getitem__)
 
     def _tell(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
@@ -186,20 +199,29 @@ class RolloutWorker(Actor):
         self._routes.lose(replica)
 
     @concurrent_endpoint
+    async def pin_generator(self, replica: int, step: int | None) -> None:
+        """It keeps to the weights of `step`; None: to the newest."""
+        self._routes.pin(replica, step)
+
+    @concurrent_endpoint
     async def drain_generator(self, replica: int) -> None:
         """No request goes there any more; answers when the last one has come back."""
         await self._routes.drain(replica)
 
     @concurrent_endpoint
-    async def evaluate(self, indices: Sequence[int], min_version: int, task: TaskSpec | None = None) -> Evaluation:
-        """One episode for each held-out prompt that there is, sampled as in training, by weights of at least `min_version`.
+    async def evaluate(
+        self, indices: Sequence[int], min_version: int, task: TaskSpec | None = None, replica: int | None = None
+    ) -> Evaluation:
+        """One episode for each held-out prompt that there is, sampled as in training, by weights of at least `min_version`. By `replica`,
+        as long as that is here.
 
         Raises:
             UserError: `task`, evaluated in place of the one that is trained, cannot be loaded. PromptError: it cannot make a prompt.
         """
         from monarch_rl.tasks import load_task, make_prompt
 
-        work = Purpose("eval", self._task if task is None else load_task(task, {}, self._config.seed), task, self._sampling, min_version)
+        asked = self._task if task is None else load_task(task, {}, self._config.seed)
+        work = Purpose("eval", asked, task, self._sampling, min_version, replica=replica)
         size = work.task.eval_size
         prompts = [make_prompt(work.task, index, "eval") for index in indices if size is None or index < size]
         evaluation = Evaluation()
@@ -248,7 +270,7 @@ class RolloutWorker(Actor):
         start_ns = time.time_ns()
         ids = self._render(prompt)
         seeds = [partial(episode_seed, self._config.seed, work.split, prompt.ordinal, work.attempt, index) for index in range(episodes)]
-        generations = await self._routes.generate(ids, work.sampling, [seed() for seed in seeds], work.min_step)
+        generations = await self._routes.generate(ids, work.sampling, [seed() for seed in seeds], work.min_step, work.replica)
         rolled = [Trajectory(ids) for _ in seeds]
         for trajectory, generation in zip(rolled, generations, strict=True):
             self._append(trajectory, generation)

@@ -11,7 +11,7 @@ import logging
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from monarch.actor import Actor, current_rank, current_size, endpoint
 
@@ -37,6 +37,16 @@ def take_deadline(config: Config) -> float:
     return config.rollout.deadline_s * config.rollout.max_attempts + 60.0
 
 
+class Stepped(NamedTuple):
+    """What a rank has to tell of an optimizer step."""
+
+    figures: dict[str, float]
+    """Empty: there are no data left."""
+    spans: list[timeline.Record]
+    weights: str = ""
+    """A fingerprint of its weights after the step, where the run is recorded or replayed; on GPUs none, whose bits are not repeatable."""
+
+
 class Trainer(Actor):
     def __init__(self, config: Config, buffer: ReplayBuffer, lineage: int = 0) -> None:
         """`lineage`: of the versions that it makes."""
@@ -52,6 +62,7 @@ class Trainer(Actor):
         from torch.distributed.device_mesh import init_device_mesh
 
         from monarch_rl.checkpoint import Saver
+        from monarch_rl.cluster.local import loopback_store
         from monarch_rl.learner import Learner
         from monarch_rl.models import load_causal_lm
 
@@ -59,7 +70,8 @@ class Trainer(Actor):
         if cuda:
             torch.cuda.init()  # or the device mesh would choose a device by LOCAL_RANK, while each process sees just one
             torch.cuda.set_device(0)
-        dist.init_process_group("nccl" if cuda else "gloo")
+        store = loopback_store(self._rank, self._world, int(os.environ["MASTER_PORT"])) if self._config.cluster.kind == "local" else None
+        dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=self._rank, world_size=self._world)
         self._saver = Saver(dist.new_group(backend="gloo"))
         mesh = init_device_mesh("cuda" if cuda else "cpu", (self._world,), mesh_dim_names=("fsdp",))
         model, bf16 = self._config.model, self._config.model.dtype == "bfloat16"
@@ -119,14 +131,14 @@ class Trainer(Actor):
         self._publish(version)
 
     @endpoint
-    def step(self, step: int) -> tuple[dict[str, float], list[timeline.Record]]:
-        """Take this rank's shard of batch `step`, do one optimizer step, stage the result when it is due. No figures: no data left."""
+    def step(self, step: int) -> Stepped:
+        """Take this rank's shard of batch `step`, do one optimizer step, stage the result when it is due."""
         started = time.perf_counter()
         with timeline.span("wait"):
             reply = self._buffer.take.call_one(step, self._rank, self._lineage)
             shard = answer_blocking(reply, f"replay buffer (batch of step {step})", take_deadline(self._config))
         if shard is None:
-            return {}, timeline.drain()
+            return Stepped({}, timeline.drain())
         ready = time.perf_counter()
         with timeline.span("train"):
             stats = self._learner.step(shard, before_update=self._wait_copied)
@@ -143,7 +155,7 @@ class Trainer(Actor):
             "sync/stage_s": now - trained,
             "sync/bytes": float(self._ring.nbytes) if self._ring else 0.0,
         }
-        return stats | times, timeline.drain()
+        return Stepped(stats | times, timeline.drain(), self._fingerprint())
 
     @endpoint
     def save(self, path: Path) -> None:
@@ -177,6 +189,13 @@ class Trainer(Actor):
         """Nobody would get weights from here any more, so that another is to take this rank's place."""
         log.error("trainer %d: its weights cannot be sealed, it ends: %s: %s", self._rank, type(error).__name__, error)
         os._exit(os.EX_SOFTWARE)
+
+    def _fingerprint(self) -> str:
+        from monarch_rl.models import local_shards
+        from monarch_rl.weights.slots import fingerprint
+
+        wanted = (self._config.record or self._config.replay) and self._learner.device.type == "cpu"
+        return fingerprint(local_shards(self._learner.model).values()) if wanted else ""
 
     def _wait_copied(self) -> None:
         if self._ring:

@@ -17,6 +17,7 @@ from typing import Protocol
 
 from benchmarks.common import Row, table
 from monarch_rl.ledger import Ledger
+from monarch_rl.lives import Entry
 
 
 class Policy(Protocol):
@@ -43,8 +44,8 @@ class Ours:
 
     discarded = 0
 
-    def __init__(self, P: int, S: int, window: int = 1) -> None:
-        self._ledger = Ledger(prompts_per_step=P, max_age=S, window=window)
+    def __init__(self, P: int, S: int, window: int = 1, kind: Callable[..., Ledger] = Ledger) -> None:
+        self._ledger = kind(prompts_per_step=P, max_age=S, window=window)
 
     def start(self, step: int) -> int | None:
         lease = self._ledger.lease("virtual", 0.0, math.inf, step)
@@ -58,6 +59,67 @@ class Ours:
 
     def trained(self, step: int) -> None:
         self._ledger.trained(step)
+
+
+def priority(ordinal: int) -> float:
+    """What a group is worth, as far as anybody can tell: anything between 0 and 1."""
+    return random.Random(f"worth/{ordinal}").random()
+
+
+class Ordered(Ledger):
+    """Takes another group than the oldest where the bound on age allows it: whoever is left behind, at most W - 1 later groups overtake."""
+
+    @staticmethod
+    def worth(ordinal: int) -> float:
+        """The newest first."""
+        return ordinal
+
+    def take(self, step: int) -> list[int] | None:
+        return super().take(step) if len(self._select()) == self.prompts_per_step else None
+
+    def _select(self) -> list[int]:
+        """All that are finished before the oldest one that stays, and of those within W of it the ones that are worth most."""
+        before: list[int] = []
+        for stays in range(self._head, self._front + 1):
+            within = [o for o in range(stays + 1, stays + self.window) if self._is(o, "scored")]
+            if len(before) + len(within) >= self.prompts_per_step:
+                return sorted(before + sorted(within, key=self.worth)[len(before) + len(within) - self.prompts_per_step :])
+            before += [stays] if self._is(stays, "scored") else []
+            if len(before) == self.prompts_per_step:
+                break
+        return before
+
+
+class Prioritized(Ordered):
+    worth = staticmethod(priority)
+
+
+class Reused(Ledger):
+    """Where a step lacks groups, fills it with some that were trained before, each once more at most and none above `max_age`."""
+
+    def __init__(self, **shape: int) -> None:
+        super().__init__(**shape)  # type: ignore[arg-type]
+        self._again: deque[int] = deque()
+        self._began: dict[int, int] = {}  # ordinal → the step of the weights that may have sampled it
+
+    def take(self, step: int) -> list[int] | None:
+        new = self._select()
+        self._again = deque(o for o in self._again if step - 1 - self._began[o] <= self.max_age)
+        if len(new) + len(self._again) < self.prompts_per_step:
+            return None
+        again = [self._again.popleft() for _ in range(self.prompts_per_step - len(new))]
+        self._hand_out(step, new)
+        self._replaced -= len(again)  # each takes a place, as if it had been started
+        self._again.extend(new)
+        return new + again
+
+    def _start(self) -> Entry:
+        entry = super()._start()
+        self._began[self.started - 1] = entry.min_step
+        return entry
+
+    def _check_age(self, step: int, ordinals: list[int]) -> None:
+        """What the real one refuses is what is looked for here."""
 
 
 class WindowedFifo:
@@ -188,6 +250,8 @@ class Outcome:
     """groups that were trained before, per trained one"""
     length_bias: float
     """mean length of what was trained over that of all prompts up to the last one that was"""
+    worth: float
+    """mean `priority` of what was trained over that of the same prompts"""
 
 
 def simulate(policy: Policy, durations: Callable[[int], float], *, steps: int, slots: int, train_s: float) -> Outcome:
@@ -215,6 +279,7 @@ def simulate(policy: Policy, durations: Callable[[int], float], *, steps: int, s
             free += 1
             policy.finish(ended)
     lengths = [durations(ordinal) for ordinal in range(max(trained) + 1)]
+    worths = [priority(ordinal) for ordinal in range(max(trained) + 1)]
     return Outcome(
         utilisation=steps * train_s / now,
         age_mean=fmean(ages),
@@ -222,6 +287,7 @@ def simulate(policy: Policy, durations: Callable[[int], float], *, steps: int, s
         discarded=policy.discarded / len(trained),
         repeated=1 - len(set(trained)) / len(trained),
         length_bias=fmean(map(durations, trained)) / fmean(lengths),
+        worth=fmean(map(priority, trained)) / fmean(worths),
     )
 
 
@@ -242,7 +308,11 @@ def made_up(stragglers: float, factor: float, *, median_s: float, seed: int = 0)
 def policies(P: int, S: int, windows: Iterable[int]) -> dict[str, Policy]:
     """By name, all for the same P and S."""
     named: dict[str, Policy] = {f"ours, window {window}": Ours(P, S, window) for window in windows}
+    middle = max(1, S * P // 2)
     return named | {
+        f"freshest first, window {middle}": Ours(P, S, middle, Ordered),
+        f"by worth, window {middle}": Ours(P, S, middle, Prioritized),
+        "ours, trained twice where it lacks": Ours(P, S, 1, Reused),
         "strict FIFO": WindowedFifo(P, S),
         "windowed FIFO 0.3": WindowedFifo(P, S, 0.3),
         "capacity pacing, arrival order": Arrival(P, S, drop=False),
@@ -262,8 +332,19 @@ def compare(
             for name, policy in policies(P, S, sorted({1, max(1, S * P // 4), max(1, S * P // 2), S * P + 1})).items():
                 made = simulate(policy, durations, steps=steps, slots=slots, train_s=1.0)
                 shown = (f"{made.utilisation:.3f}", f"{made.age_mean:.2f}", made.age_max, f"{made.discarded:.1%}", f"{made.repeated:.1%}")
-                rows.append((f"{stragglers:.0%} ×{factor:g}", S, name, *shown, f"{made.length_bias:.2f}"))
+                rows.append((f"{stragglers:.0%} ×{factor:g}", S, name, *shown, f"{made.length_bias:.2f}", f"{made.worth:.2f}"))
                 result.append({"stragglers": stragglers, "factor": factor, "max_age": S, "policy": name, **asdict(made)})
-    header = ("stragglers", "max_age", "policy", "utilisation", "age mean", "age max", "discarded", "repeated", "length, trained / made")
+    header = (
+        "stragglers",
+        "max_age",
+        "policy",
+        "utilisation",
+        "age mean",
+        "age max",
+        "discarded",
+        "repeated",
+        "length, trained / made",
+        "worth",
+    )
     setting = {"prompts_per_step": P, "steps": steps, "slots": slots, "median_s": median_s, "seed": seed}
     return table(header, rows), {"setting": setting, "outcomes": result}

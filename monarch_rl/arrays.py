@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from monarch_rl import types
 from monarch_rl.config import UserError
+from monarch_rl.disk import on_disk
 from monarch_rl.types import Group
 
 Arrays = Mapping[str, NDArray[Any]]
@@ -25,7 +26,7 @@ NOUNS: Mapping[str, Any] = {name: noun for name, noun in vars(types).items() if 
 def write(path: Path, about: Any, arrays: Arrays) -> None:
     """`about` is anything that JSON can say. On the disk when this returns."""
     text = np.frombuffer(json.dumps(about, default=str).encode(), np.uint8)
-    with path.open("wb") as file:
+    with on_disk(path), path.open("wb") as file:
         np.savez(file, allow_pickle=False, about=text, **arrays)
         file.flush()
         os.fsync(file.fileno())

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 
 from monarch_rl.config import Config
-from monarch_rl.groups import describe
+from monarch_rl.groups import by_reason, describe
 from monarch_rl.lives import Lost
 from monarch_rl.observe.seldom import Seldom
 from monarch_rl.types import Group
@@ -62,7 +62,7 @@ class Barren:
             return None
         return (
             f"{self._run} prompts in a row gave nothing to train on (buffer.max_dead_steps={buffer.max_dead_steps}; "
-            f"dropped so far: {', '.join(f'{n} {reason}' for reason, n in dropped.items())}). The last ones: {self.notes}"
+            f"dropped so far: {by_reason(dropped)}). The last ones: {self.notes}"
         )
 
     def _dropped(self, note: str) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
-from monarch_rl.config import Config, ConfigError, validate
+from monarch_rl.config import Config, ConfigError, UserError, validate
+from monarch_rl.supervise import cause
 from monarch_rl.types import Sampling
 
 CHANGEABLE = (
@@ -20,6 +22,7 @@ CHANGEABLE = (
     "buffer.max_age",
     "eval.every",
     "eval.prompts",
+    "eval.pin",
     "checkpoint.every",
     "checkpoint.keep",
     "console.rollouts_every",
@@ -51,3 +54,23 @@ def settle(config: Config, values: Mapping[str, Any]) -> tuple[Config, dict[str,
             "sampling masks, or not"
         )
     return made, changed
+
+
+async def tell(listeners: Mapping[str, Callable[[Config], Awaitable[Any]]], now: Config, was: Config) -> None:
+    """Have each listener go by `now`; where one fails, or the caller is cancelled, have all that were told go by `was` again.
+
+    Raises:
+        UserError: names who failed and, if there are any, those who may go by `now` all the same.
+    """
+    told: list[str] = []
+    try:
+        for who, listener in listeners.items():
+            told.append(who)  # it may have changed before its answer was lost
+            await listener(now)
+    except BaseException as error:
+        back = await asyncio.gather(*[listeners[who](was) for who in told], return_exceptions=True)
+        left = [who for who, end in zip(told, back, strict=True) if isinstance(end, BaseException)]
+        if not isinstance(error, Exception):
+            raise
+        outcome = f"it may be changed for {', '.join(left)}, and for nobody else" if left else "nothing is changed"
+        raise UserError(f"set: {told[-1]}: {cause(error)}; {outcome}") from error

@@ -9,17 +9,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl import arrays
 from monarch_rl.config import UserError
+from monarch_rl.disk import on_disk
 from monarch_rl.lives import Progress
 from monarch_rl.types import Group
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.distributed import ProcessGroup
 
     from monarch_rl.learner import Learner
@@ -28,6 +32,18 @@ PROGRESS = "progress.json"
 LEDGER = "ledger.npz"
 GROUPS = "groups.npz"
 PREFIX = "step_"
+METADATA = ".metadata"
+"""Where torch's distributed checkpoint says what is in which file."""
+NOUNS = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata")),
+    *(("torch.distributed.checkpoint.metadata", name) for name in ("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+}
+"""What it may name."""
+DTYPES = {"float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"}
 
 
 def folder_of(output_dir: Path, step: int) -> Path:
@@ -45,7 +61,7 @@ def complete(folder: Path, progress: Progress, keep: int) -> None:
     A folder of that name is of the same step of the same run, and stays.
     """
     written = unfinished(folder)
-    with (written / PROGRESS).open("w", encoding="utf-8") as file:
+    with on_disk(written / PROGRESS), (written / PROGRESS).open("w", encoding="utf-8") as file:
         file.write(json.dumps(progress._asdict()) + "\n")
         file.flush()
         os.fsync(file.fileno())
@@ -119,35 +135,66 @@ def _remove(folder: Path) -> None:
 
 
 class Saver:
-    """Writes the checkpoints of one trainer rank beside its steps, one after the other. Keeps the memory of a copy of the state, since
-    to get it anew takes longer than to fill it."""
+    """Writes the checkpoints of one trainer rank beside its steps, one after the other.
+
+    The trainer stands still for one copy of its state. The memory of the copy is kept, since to get it anew takes longer than to fill it,
+    and so is what torch knows of the state, which takes a while in Python.
+    """
 
     def __init__(self, group: ProcessGroup | None) -> None:
         """`group`: of its own, with a CPU backend, since training goes on in the others."""
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        plain = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
-        self._stager, self._group = DefaultStager(plain), group
+        self._group = group
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing: Future[None] | None = None
+        self._where: list[int] = []
+        """addresses of the learner's tensors, as they were when the copy was laid out"""
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        """(copy, tensor)"""
+        self._copy: dict[str, Any] = {}
 
     def save(self, learner: Learner, folder: Path, told: Callable[[Exception | None], None]) -> None:
         """Collective; each rank copies its shards and writes them afterwards. `told` that it is done, or why not, by another thread."""
-        from torch.distributed.checkpoint.state_dict_saver import async_save
-
-        writing: Any = async_save(_state(learner), checkpoint_id=folder, process_group=self._group, async_stager=self._stager)
-
-        def written(done: Any) -> None:
-            try:
-                with _one_line(OSError, f"the checkpoint cannot be written in {folder}"):
-                    done.result()
-            except OSError as error:
-                told(error)
-            else:
-                told(None)
-
-        writing.add_done_callback(written)
+        if self._writing is not None:
+            wait([self._writing])
+        self._take(learner)
+        self._writing = self._thread.submit(self._write, folder, told)
 
     def close(self) -> None:
-        self._stager.close()
+        self._thread.shutdown()
+
+    def _take(self, learner: Learner) -> None:
+        import torch
+
+        with torch.no_grad():
+            held = _held(learner)
+            if self._where != [tensor.data_ptr() for tensor in held]:
+                return self._lay_out(learner, pinned=held[0].is_cuda)
+            for copy, tensor in self._pairs:
+                copy.copy_(tensor, non_blocking=True)
+            if held[0].is_cuda:
+                torch.cuda.current_stream().synchronize()
+
+    def _lay_out(self, learner: Learner, pinned: bool) -> None:
+        """A first copy, which those that follow are written over."""
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        at_once = StagingOptions(use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
+        state = _state(learner)
+        self._copy = DefaultStager(at_once).stage(state)  # type: ignore[assignment]  # a Future with async staging only
+        pairs = zip(_tensors(self._copy), _tensors(state), strict=True)
+        self._pairs = list({copy.data_ptr(): (copy, tensor) for copy, tensor in pairs}.values())  # a tied weight has two names
+        self._where = [tensor.data_ptr() for tensor in _held(learner)]
+
+    def _write(self, folder: Path, told: Callable[[Exception | None], None]) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import save
+
+        try:
+            with _one_line(OSError, f"the checkpoint cannot be written in {folder}"):
+                save(self._copy, checkpoint_id=folder, process_group=self._group)
+        except OSError as error:
+            told(error)
+        else:
+            told(None)
 
 
 def load(learner: Learner, folder: Path) -> None:
@@ -155,10 +202,35 @@ def load(learner: Learner, folder: Path) -> None:
     from torch.distributed.checkpoint.state_dict import set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
 
+    check_metadata(folder)
     state = _state(learner)
     with _one_line(UserError, f"resume={folder}: does not fit this model, or is damaged"):
         load(state, checkpoint_id=folder)
-    set_state_dict(learner.model, learner.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    optimizer = state["optimizer"] | {"param_groups": _optimizer_state(learner)["param_groups"]}
+    set_state_dict(learner.model, learner.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
+
+
+def check_metadata(folder: Path) -> None:
+    """torch reads its `.metadata` as a pickle, which could run any code, and so could what it calls bytes: refuse all but tensors.
+
+    Raises:
+        UserError: the file cannot be read, or names anything else.
+    """
+    path = folder / METADATA
+    try:
+        with path.open("rb") as file:
+            _Nouns(file).load()
+    except Exception as error:  # a damaged pickle may raise whatever it likes
+        raise UserError(f"{path}: cannot be read: {error}") from None
+
+
+class _Nouns(pickle.Unpickler):
+    """Makes what describes tensors, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in NOUNS and not (module == "torch" and name in DTYPES):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which describes no tensor")
+        return super().find_class(module, name)
 
 
 @contextlib.contextmanager
@@ -173,7 +245,35 @@ def _one_line(kind: type[Exception], what: str) -> Iterator[None]:
 
 
 def _state(learner: Learner) -> dict[str, Any]:
-    from torch.distributed.checkpoint.state_dict import get_state_dict
+    """Tensors alone, those that the learner works on. Settings of the optimizer are the configuration's to say."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    model, optimizer = get_state_dict(learner.model, learner.optimizer)
-    return {"model": model, "optimizer": optimizer}
+    return {"model": get_model_state_dict(learner.model), "optimizer": {"state": _optimizer_state(learner)["state"]}}
+
+
+def _optimizer_state(learner: Learner) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    return get_optimizer_state_dict(learner.model, learner.optimizer)
+
+
+def _held(learner: Learner) -> list[Tensor]:
+    """This rank's shards of weights and moments."""
+    return list(_tensors([*learner.model.parameters(), *learner.optimizer.state.values()]))
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    """This rank's shards of whatever is in there, in order."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(state, DTensor):
+        yield state.to_local()
+    elif isinstance(state, torch.Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for held in state.values():
+            yield from _tensors(held)
+    elif isinstance(state, (list, tuple)):
+        for held in state:
+            yield from _tensors(held)

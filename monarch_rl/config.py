@@ -101,6 +101,8 @@ class EvalConfig:
     """steps between evaluations; 0 means none between the first and the last"""
     prompts: int = 1024
     """held-out prompts, one episode each at the training temperature; 0 means no evaluation"""
+    pin: bool = False
+    """an evaluation samples on one replica, which keeps its weights until it is over: all its tokens are of one version"""
 
 
 @dataclass
@@ -129,8 +131,9 @@ class Config:
     """keep the groups of each step as they were trained, so that replay can train them again"""
     replay: str = ""
     """output_dir of a run with record=true, whose groups are trained again without engines and rollouts"""
-    close_deadline_s: float = 10.0
-    """seconds that an orderly close may take before processes are ended"""
+    close_deadline_s: float = 60.0
+    """seconds from SIGINT, SIGTERM or SIGHUP to the end, for the step in progress, a checkpoint and the close, which has the last 10 of
+    them (or half, of fewer than 20)"""
     trackers: list[TrackerName] = field(default_factory=list)
     """places beside metrics.jsonl that get every row: trackers=[tensorboard, wandb, trackio]"""
     task: Any = "arithmetic"

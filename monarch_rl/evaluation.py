@@ -25,18 +25,25 @@ class Evaluated:
     version: str
     """Of the weights behind the tokens: `0.12`, or `0.12-0.14` where they changed meanwhile."""
 
+    @property
+    def mixed(self) -> bool:
+        """Whether the weights changed meanwhile."""
+        return "-" in self.version
+
     def figures(self) -> dict[str, Any]:
         """As they stand in a row of metrics."""
         accuracy = {} if self.accuracy is None else {"eval/accuracy": self.accuracy}
         return accuracy | {"eval/prompts": self.prompts, "eval/unscorable": self.unscorable, "eval/version": self.version}
 
 
-async def evaluate(workers: Sequence[RolloutWorker], prompts: int, min_version: int, task: TaskSpec | None = None) -> Evaluated:
-    """Sample `prompts` held-out prompts with weights of at least `min_version`, a `Version.pack()`; `task`: in place of the one that is
-    trained."""
+async def evaluate(
+    workers: Sequence[RolloutWorker], prompts: int, min_version: int, task: TaskSpec | None = None, replica: int | None = None
+) -> Evaluated:
+    """Sample `prompts` held-out prompts with weights of at least `min_version`, a `Version.pack()`; `task` in place of the one that is
+    trained; on one `replica`, as long as that is there."""
     count = len(workers)
-    asked = [worker.evaluate.call_one(range(i, prompts, count), min_version, task).as_asyncio() for i, worker in enumerate(workers)]
-    parts = await asyncio.gather(*asked)
+    asked = [worker.evaluate.call_one(range(i, prompts, count), min_version, task, replica) for i, worker in enumerate(workers)]
+    parts = await asyncio.gather(*[reply.as_asyncio() for reply in asked])
     rewards = [reward for part in parts for reward in part.rewards]
     versions = [version for part in parts for version in (part.first, part.last) if version is not None]
     first, last = (min(versions), max(versions)) if versions else ("", "")

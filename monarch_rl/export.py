@@ -79,6 +79,7 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load as read
 
+    checkpoint.check_metadata(path)
     reader = FileSystemReader(path)
     state = {
         name: torch.empty(found.size, dtype=found.properties.dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -48,6 +48,10 @@ def describe(group: Group, width: int = 60) -> str:
     parts += [f"error {' '.join(errors[0].split())[: 2 * width]}"] if errors else []
     parts += [f"completion {texts[0][:width]!r}"] if texts else []
     return ", ".join(parts)
+
+
+def by_reason(dropped: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in dropped.items())
 
 
 def stamps(group: Group) -> tuple[int, int]:

@@ -8,16 +8,17 @@ import os
 import signal
 import threading
 import traceback
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from monarch_rl import preflight
+from monarch_rl import checkpoint, preflight
 from monarch_rl.cluster.hosts import look
 from monarch_rl.cluster.placement import place
 from monarch_rl.config import Config, UserError
 from monarch_rl.observe import console
 from monarch_rl.output import check_output_dir
-from monarch_rl.running import Halted
+from monarch_rl.running import CLOSE_S, Halted
 from monarch_rl.session import Session
 from monarch_rl.supervise import cause, root
 
@@ -62,22 +63,27 @@ def failed(error: Exception, output_dir: Path | None = None) -> int:
 async def _train(config: Config, interrupt: Interrupt) -> int:
     session = Session(config)
     interrupt.watch(session)
-    async with session:
-        interrupt.before_halt(session)
-        try:
-            await session.train()
-        except Halted:
-            folder = await session.checkpoint()
-            console.say(f"stopped after step {session.version.step}: resume=latest goes on from {folder}")
-            return HALTED
-        path = await session.save_model()
-    console.say(f"done: model in {path}, metrics in {session.output_dir / 'metrics.jsonl'}")
-    return 0
+    async with session, interrupt.saves(session):
+        code, said = await _to_the_end(session)
+    console.say(said)
+    return code
+
+
+async def _to_the_end(session: Session) -> tuple[int, str]:
+    """Exit code and last line of a run that ends by itself, or by SIGUSR1."""
+    try:
+        await session.train()
+    except Halted:
+        folder = await session.checkpoint()
+        return HALTED, f"stopped after step {session.version.step}: resume=latest goes on from {folder}"
+    path = await session.save_model()
+    return 0, f"done: model in {path}, metrics in {session.output_dir / 'metrics.jsonl'}"
 
 
 class Interrupt:
-    """SIGINT, SIGTERM and SIGHUP: the first asks for an orderly close within the deadline, a second ends the process at once.
-    SIGUSR1, the warning of a batch system: the run stops between two steps, and writes a checkpoint.
+    """SIGINT, SIGTERM and SIGHUP: the first has the run write a checkpoint after the step in progress and close, within
+    `close_deadline_s`; the next has it close without one, within `CLOSE_S`; the next ends the process at once. Where there is nothing to
+    save, the first is the close. SIGUSR1, the warning of a batch system: the run stops between two steps, and writes a checkpoint.
 
     Child processes end with the controller, so ending it is always enough.
     """
@@ -85,8 +91,10 @@ class Interrupt:
     def __init__(self, config: Config) -> None:
         self.exit_code = 130
         self.asked = False
-        self._close_deadline_s = config.close_deadline_s
-        self._last_words: str | None = f"interrupted; what was written is in {config.output_dir}"
+        self._config = config
+        self._may_save = False
+        self._without = f"interrupted; what was written is in {config.output_dir}"
+        self._last_words: str | None = self._without
         self._halting: list[asyncio.Task[None]] = []
 
     def watch(self, session: Session) -> None:
@@ -97,10 +105,20 @@ class Interrupt:
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
                 loop.add_signal_handler(number, self._on_signal, session, main, code)
 
-    def before_halt(self, session: Session) -> None:
-        """From now on SIGUSR1 halts the session."""
+    @contextlib.asynccontextmanager
+    async def saves(self, session: Session) -> AsyncIterator[None]:
+        """What interrupts the body has the session write a checkpoint, and SIGUSR1 halts it."""
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGUSR1, lambda: self._halting.append(loop.create_task(session.halt())))
+        self._may_save = True
+        try:
+            yield
+        except asyncio.CancelledError:
+            if self.asked and self._may_save:
+                await self._save(session)
+            raise
+        finally:
+            self._may_save = False
 
     def tell(self) -> int:
         """Say, once, that it was interrupted; the exit code."""
@@ -110,17 +128,50 @@ class Interrupt:
                 console.complain(said)
         return self.exit_code
 
+    async def _save(self, session: Session) -> None:
+        """In what time there is for it; and know what to say at the end."""
+        whole_s = self._config.close_deadline_s
+        left_s = whole_s - min(CLOSE_S, whole_s / 2)
+        try:
+            async with asyncio.timeout(left_s):
+                saved = await session.stop()
+            self._last_words = self._without
+            if saved is not None:
+                self._last_words = f"interrupted after step {session.version.step}: resume=latest goes on from {saved}"
+        except TimeoutError:
+            self._nothing_saved(f"step and checkpoint took more than {left_s:g} s (of close_deadline_s={whole_s:g})")
+        except Exception as error:  # it closes, whatever is the matter with it
+            self._nothing_saved(cause(error))
+
     def _on_signal(self, session: Session, main: asyncio.Task[Any], code: int) -> None:
-        if self.asked:
+        if self.asked and not self._may_save:
             self._end(session)
+        self._may_save = self._may_save and not self.asked and session.worth_saving
+        most_s = self._config.close_deadline_s
+        if self._may_save:
+            self._close_within(most_s, session, "closing after the step in progress and a checkpoint", "close without")
+            self._nothing_saved("it came to no end")  # if that is how it will be
+        else:
+            self._close_within(min(CLOSE_S, most_s), session, "closing", "end at once")
+            if self.asked:
+                self._nothing_saved("it was interrupted again")
         self.asked, self.exit_code = True, code
         main.cancel()
+
+    def _close_within(self, deadline_s: float, session: Session, what: str, once_more: str) -> None:
         # A thread, since the loop may be what does not come to its end.
-        deadline = threading.Timer(self._close_deadline_s, self._end, (session,))
+        deadline = threading.Timer(deadline_s, self._end, (session,))
         deadline.daemon = True
         deadline.start()
         with contextlib.suppress(UserError):
-            console.say(f"closing (at most {self._close_deadline_s:g} s; once more to end at once)")
+            console.say(f"{what} (at most {deadline_s:g} s; once more to {once_more})")
+
+    def _nothing_saved(self, why: str) -> None:
+        then = f"what was written is in {self._config.output_dir}"
+        with contextlib.suppress(UserError):  # of one that is removed while they are listed
+            if (newest := checkpoint.to_resume("latest", Path(self._config.output_dir))) is not None:
+                then = f"resume=latest goes on from {newest}"
+        self._last_words = f"interrupted, and nothing was saved: {why}; {then}"
 
     def _end(self, session: Session) -> None:
         """At once, whatever is still open."""

@@ -9,13 +9,14 @@ that live where a returned one must wait for newer weights. The rule and its pro
 from __future__ import annotations
 
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from heapq import heappop, heappush
 from itertools import islice
 from typing import Any, Literal
 
-from monarch_rl.lives import STATES, Counts, Ended, Entry, Holdings, Life, Lost, Progress, State, TailError, check_shape
+from monarch_rl.claims import Claims
+from monarch_rl.lives import Counts, Ended, Entry, Holdings, Life, Lost, Progress, State, TailError, check_shape
 from monarch_rl.types import NOT_SAMPLED, Lease
 
 Tail = Literal["train", "drop", "error"]
@@ -79,8 +80,7 @@ class Ledger:
         self._replaced = 0  # started ordinals that count in no step's P: dropped prompts whose replacement may be started ...
         self._vacant = 0  # ... and those whose replacement has to wait for the end of a synchronous wave
         self._returned: list[int] = []  # heap of pending ordinals; those no longer pending are skipped
-        self._deadlines: list[tuple[float, int, int]] = []  # heap of (deadline, ordinal, attempt); lost claims are skipped
-        self._owned: defaultdict[str, set[int]] = defaultdict(set)
+        self._claims = Claims()
         self._batches: deque[list[int]] = deque()  # taken, not yet trained
         self._head = 0  # everything below is taken or dropped
         self._front = 0  # the unfinished head: nothing below is pending or leased
@@ -96,7 +96,8 @@ class Ledger:
     @property
     def counts(self) -> Counts:
         """How many prompts stand where."""
-        return Counts(self.started, *(self._count[state] for state in STATES[:-1]), self.dropped.total())
+        c = self._count
+        return Counts(self.started, c["pending"], c["leased"], c["scored"], c["taken"], c["trained"], self.dropped.total())
 
     @property
     def fill(self) -> float:
@@ -152,11 +153,21 @@ class Ledger:
         entry.attempt += 1
         entry.owner = owner
         self._move(ordinal, entry, "leased")
-        self._owned[owner].add(ordinal)
-        heappush(self._deadlines, (now + deadline_s, ordinal, entry.attempt))
-        if len(self._deadlines) > 64 + 2 * self._count["leased"]:
-            self._deadlines = sorted(claim for claim in self._deadlines if self._holds(*claim[1:]))
+        self._claims.add(ordinal, entry.attempt, owner, now + deadline_s)
         return Lease(ordinal, entry.attempt, entry.min_step)
+
+    def skip(self, ordinal: int) -> None:
+        """Start the next fresh prompt, `next_ordinal`, and drop it unsampled (reason `skipped`). Its place is free at once, in a
+        synchronous wave too, since that depends on no timing.
+
+        Raises:
+            ValueError: it is another one's turn.
+        """
+        if ordinal != self.started:
+            raise ValueError(f"prompt {ordinal} cannot be skipped: the next one is {self.started}")
+        self._drop(ordinal, self._start(), "skipped")
+        self._vacant -= 1
+        self._replaced += 1
 
     def scored(self, ordinal: int, attempt: int, trainable: bool, oldest: int = NOT_SAMPLED, newest: int = NOT_SAMPLED) -> bool:
         """The claim ended with a group; one that is not trainable is dropped as `dead`. False: the claim was lost before.
@@ -168,7 +179,7 @@ class Ledger:
         entry = self._claim(ordinal, attempt)
         if entry is None:
             return False
-        self._disown(ordinal, entry)
+        self._claims.end(ordinal)
         entry.oldest, entry.newest = oldest, newest
         self._move(ordinal, entry, "scored")
         self._ready += ordinal < self._front + self.window
@@ -182,21 +193,19 @@ class Ledger:
 
     def release(self, owner: str) -> list[Lost]:
         """The owner is gone: give up all of its claims (reason `lost`)."""
-        return [self._give_up(o, self._live[o], "lost") for o in sorted(self._owned.get(owner, ()))]
+        return [self._give_up(ordinal, self._live[ordinal], "lost") for ordinal in self._claims.of(owner)]
 
     def expire(self, now: float) -> list[Lost]:
         """Give up every claim whose deadline has passed (reason `deadline`)."""
         lost = []
-        while (deadline := self.next_deadline()) is not None and deadline <= now:
-            ordinal = heappop(self._deadlines)[1]
-            lost.append(self._give_up(ordinal, self._live[ordinal], "deadline"))
+        while (due := self._claims.next_deadline()) is not None and due[0] <= now:
+            lost.append(self._give_up(due[1], self._live[due[1]], "deadline"))
         return lost
 
     def next_deadline(self) -> float | None:
         """When `expire` will find something next."""
-        while self._deadlines and not self._holds(*self._deadlines[0][1:]):
-            heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        due = self._claims.next_deadline()
+        return None if due is None else due[0]
 
     def drop(self, ordinal: int, reason: str, attempt: int | None = None) -> bool:
         """Take a prompt out for good; with `attempt` only while that claim is held. False: it was lost, was taken, or had ended."""
@@ -318,11 +327,8 @@ class Ledger:
     def _is(self, ordinal: int, *states: State) -> bool:
         return ordinal in self._live and self._live[ordinal].state in states
 
-    def _holds(self, ordinal: int, attempt: int) -> bool:
-        return self._is(ordinal, "leased") and self._live[ordinal].attempt == attempt
-
     def _claim(self, ordinal: int, attempt: int) -> Entry | None:
-        if self._holds(ordinal, attempt):
+        if self._claims.holds(ordinal, attempt):
             return self._live[ordinal]
         self.stale += 1
         return None
@@ -334,25 +340,19 @@ class Ledger:
         if self._on_change is not None:
             self._on_change(entry.life(ordinal, reason))
 
-    def _disown(self, ordinal: int, entry: Entry) -> None:
-        owned = self._owned[entry.owner]
-        owned.discard(ordinal)
-        if not owned:
-            del self._owned[entry.owner]
-
     def _give_up(self, ordinal: int, entry: Entry, reason: str) -> Lost:
         lost = Lost(ordinal, entry.attempt, entry.owner, dropped=entry.attempt >= self.max_attempts)
         if lost.dropped:
             self._drop(ordinal, entry, reason)
         else:
-            self._disown(ordinal, entry)
+            self._claims.end(ordinal)
             self._move(ordinal, entry, "pending")
             heappush(self._returned, ordinal)
         return lost
 
     def _drop(self, ordinal: int, entry: Entry, reason: str) -> None:
         if entry.state == "leased":
-            self._disown(ordinal, entry)
+            self._claims.end(ordinal)
         self._ready -= entry.state == "scored" and ordinal < self._front + self.window
         self._move(ordinal, self._live.pop(ordinal), "dropped", reason)
         self.ended.add(entry.life(ordinal, reason))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.cluster.hosts import Hosts
@@ -28,6 +30,10 @@ DEATH_NOTICE_S = 1.5
 """Monarch looks after its processes twice a second; so long may it take to hear of a death after its consequences."""
 
 
+OOM_KILLS = Path("/proc/vmstat")
+"""Where the kernel counts the processes of this host that it ended because memory had run out."""
+
+
 class ActorDied(Exception):
     """A process of the system ended by itself."""
 
@@ -43,6 +49,7 @@ class Meshes:
         self._ended: set[str] = set()
         self._obituaries: dict[str, str] = {}
         self._left: dict[str, asyncio.Future[str]] = {}
+        self._oom_kills = 0
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.fault.add_done_callback(lambda fault: fault.cancelled() or fault.exception())  # may come when nobody waits for it
 
@@ -58,6 +65,7 @@ class Meshes:
         import monarch.actor
 
         loop = asyncio.get_running_loop()
+        self._oom_kills = oom_kills()
 
         def hook(failure: MeshFailure) -> None:
             # A process is mourned once, by its Process actor; and Monarch has actors of its own, which have no obituary.
@@ -163,6 +171,8 @@ class Meshes:
             self.fault.set_exception(ActorDied(what))
 
     def _died(self, report: str, died: str) -> None:
+        if "(SIGKILL)" in died and oom_kills() > self._oom_kills:
+            died += ", when memory had run out on this host"
         meant = [name for name in self._ended if f"{name}_process{{" in report or f"{name}{{" in report]
         self._obituaries |= dict.fromkeys(meant, died)
         for name in meant:
@@ -170,3 +180,12 @@ class Meshes:
                 left.set_result(died)
         if not meant:
             self._lost(died)
+
+
+def oom_kills() -> int:
+    """So many so far; 0 where the kernel does not say."""
+    try:
+        found = re.search(r"^oom_kill (\d+)$", OOM_KILLS.read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -194,9 +195,16 @@ def _write(causal_lm: PreTrainedModel, weights: dict[str, Tensor], path: Path, t
     if lacking := [name for name, parameter in copy.named_parameters() if parameter.is_meta]:
         raise RuntimeError(f"cannot save {path}: no values for {lacking} (left over: {unmatched.unexpected_keys})")
     copy.generation_config = causal_lm.generation_config
+    draft = path.with_name(f".{path.name}")  # what is half written is no model
     try:
-        path.mkdir(parents=True, exist_ok=True)  # transformers would only log that it cannot
-        copy.save_pretrained(path)
-        AutoTokenizer.from_pretrained(resolve_path(tokenizer_from)).save_pretrained(path)
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(parents=True)  # transformers would only log that it cannot
+        copy.save_pretrained(draft)
+        AutoTokenizer.from_pretrained(resolve_path(tokenizer_from)).save_pretrained(draft)
+        path.mkdir(exist_ok=True)
+        for file in draft.iterdir():
+            file.replace(path / file.name)
+        draft.rmdir()
     except Exception as error:  # of a full disk, for one, which does not say where
+        shutil.rmtree(draft, ignore_errors=True)
         raise OSError(f"the model cannot be saved in {path}: {str(error).partition(chr(10))[0]}") from error

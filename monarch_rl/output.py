@@ -20,6 +20,7 @@ RUN_FILES = {
     *("config.yaml", "metrics.jsonl", "rollouts.jsonl", "ledger.jsonl", "report.html", "timeline.json", "error.log"),
     *("model", "checkpoints", "record", "export"),
     *("job.sbatch", "console.log", "tensorboard", "wandb", "trackio", "trackers.json", "status.json", "workers"),
+    *(".model", "status.new", "report.new", "metrics.new", "rollouts.new", "ledger.new"),  # of a run that was killed while it wrote them
 }
 """What a run writes. A folder that holds anything else is not moved aside, nor filled."""
 

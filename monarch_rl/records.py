@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from monarch_rl.config import Config
+from monarch_rl.config import Config, UserError
 from monarch_rl.lives import Holdings
 from monarch_rl.observe import console
 from monarch_rl.observe.live import make_console
@@ -142,11 +143,13 @@ class Records:
     async def close(self) -> None:
         self.console.close()
         await asyncio.to_thread(self._trackers.close)
-        if self._file is not None:
-            self._file.close()
-        self.trace.close()
-        self._status.close()
-        write_report(self._output_dir)
+        ends: list[Callable[[], object]] = [self.trace.close, self._status.close, lambda: write_report(self._output_dir)]
+        for end in [self._file.close, *ends] if self._file is not None else ends:
+            try:
+                end()
+            except OSError as error:  # of a full disk, which may have room for the others
+                with contextlib.suppress(UserError):
+                    console.say(str(error))
 
     async def _write(self, step: int, stats: Mapping[str, float]) -> None:
         assert self._file is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch_rl.config import Config, UserError
@@ -51,6 +51,7 @@ class Replicas:
         self._starts: dict[int, asyncio.Future[LoadPlan]] = {}
         self._changing = asyncio.Lock()
         self._holding = False
+        self._pinning = asyncio.Lock()
         self.live: dict[int, Generator] = {}
         """Those that requests may be sent to, and those that start."""
 
@@ -114,6 +115,21 @@ class Replicas:
         publishers, slots, _ = self._source
         await answer(self.live[number].pull.call_one(publishers, slots, newest), f"generator {number} (pull)", LEAVE_DEADLINE_S)
 
+    @contextlib.asynccontextmanager
+    async def pinned(self, min_step: int) -> AsyncIterator[int]:
+        """A replica that keeps the weights which it holds, at least those of `min_step`, while the body runs. Rollouts that need newer
+        ones go to others, or wait where there are none."""
+        async with self._pinning:
+            number, step = await self._pin(min_step)
+            try:
+                await answer(self._rollouts.pin_generator.call(number, step), "rollout workers (pin)", TELL_DEADLINE_S)
+                yield number
+            finally:
+                if number in self.live:
+                    with contextlib.suppress(Exception):  # it may be dead all the same
+                        await answer(self.live[number].unpin.call_one(), f"generator {number} (unpin)", LEAVE_DEADLINE_S)
+                await answer(self._rollouts.pin_generator.call(number, None), "rollout workers (unpin)", TELL_DEADLINE_S)
+
     async def scale(self, count: int) -> None:
         """A new replica takes requests when it holds the newest weights; one that leaves is sent no more, and ends after its last."""
         async with self._changing:
@@ -133,6 +149,17 @@ class Replicas:
         except Exception as error:
             if not is_lost(error):  # `_tend` hears of it too, and sees to it
                 raise
+
+    async def _pin(self, min_step: int) -> tuple[int, int]:
+        """The number of a replica, and the step that it keeps to. One that is lost before it answers is replaced meanwhile."""
+        while True:
+            number = min(self.live)
+            try:
+                return number, await answer(self.live[number].pin.call_one(min_step), f"generator {number} (pin)", START_DEADLINE_S)
+            except Exception as error:
+                if not is_lost(error):
+                    raise
+            await asyncio.sleep(BACK_OFF_S)
 
     async def _unfollow(self, number: int) -> None:
         await answer(self.live[number].unfollow.call_one(), f"generator {number} (stop pulling)", LEAVE_DEADLINE_S)

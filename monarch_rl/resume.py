@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from monarch_rl import checkpoint, recorded
 from monarch_rl.config import Config, UserError, is_object, label, schema
+from monarch_rl.disk import on_disk
 from monarch_rl.recorded import RECORD
 from monarch_rl.tasks import Task, make_prompt
 
@@ -40,6 +41,8 @@ class Resumed(NamedTuple):
     """What is different, a line each."""
     keep_groups: bool
     """Whether groups that were finished and not trained are trained as they are."""
+    exact: bool = False
+    """Whether a replay is the same training as the run that was recorded."""
 
 
 def settings(config: Config, task: Task) -> dict[str, Any]:
@@ -50,7 +53,8 @@ def settings(config: Config, task: Task) -> dict[str, Any]:
 
 
 def write(folder: Path, config: Config, task: Task) -> None:
-    (folder / SETTINGS).write_text(json.dumps(settings(config, task), indent=1) + "\n", encoding="utf-8")
+    with on_disk(folder / SETTINGS):
+        (folder / SETTINGS).write_text(json.dumps(settings(config, task), indent=1) + "\n", encoding="utf-8")
 
 
 def compare(folder: Path, config: Config, task: Task) -> Resumed:
@@ -81,7 +85,7 @@ def start(config: Config, task: Task) -> tuple[Path | None, Resumed]:
     way from, and are set aside."""
     output_dir = Path(config.output_dir)
     if config.replay:
-        return None, Resumed(_of_replay(config, task), True)
+        return None, _of_replay(config, task)
     if config.record:
         (output_dir / RECORD).mkdir(exist_ok=True)
         write(output_dir / RECORD, config, task)
@@ -93,8 +97,8 @@ def start(config: Config, task: Task) -> tuple[Path | None, Resumed]:
     return folder, compare(folder, config, task)
 
 
-def _of_replay(config: Config, task: Task) -> list[str]:
-    """What makes a replay another training than the one that was recorded, a line each."""
+def _of_replay(config: Config, task: Task) -> Resumed:
+    """Says what makes a replay another training than the one that was recorded."""
     steps, path = recorded.check(Path(config.replay)), Path(config.replay) / RECORD / SETTINGS
     try:
         then: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -102,9 +106,16 @@ def _of_replay(config: Config, task: Task) -> list[str]:
         raise UserError(f"replay={config.replay}: {path} cannot be read: {error}") from None
     now = settings(config, task)
     changed = [name for name in _changed(now, then) if _named(name, TRAINED_BY)]
-    return [f"replay: {steps} recorded steps"] + [
-        f"replay: {name}={_short(now['config'][name])}, was {_short(then['config'].get(name))}: weights will differ" for name in changed
-    ]
+    known = len(recorded.fingerprints(Path(config.replay)))
+    compared = f"; on CPUs the weights are compared after {known} of them" if known and not changed else ""
+    return Resumed(
+        [f"replay: {steps} recorded steps{compared}"]
+        + [
+            f"replay: {name}={_short(now['config'][name])}, was {_short(then['config'].get(name))}: weights will differ" for name in changed
+        ],
+        keep_groups=True,
+        exact=not changed,
+    )
 
 
 def _changed(now: Mapping[str, Any], then: Mapping[str, Any]) -> list[str]:

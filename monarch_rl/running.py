@@ -19,6 +19,7 @@ from monarch_rl.loop import TrainerRestarted
 from monarch_rl.meshes import START_DEADLINE_S, ActorDied, Meshes
 from monarch_rl.observe.metrics import trainer_figures
 from monarch_rl.observe.timeline import Span
+from monarch_rl.recorded import Witness
 from monarch_rl.records import Records
 from monarch_rl.replicas import Replicas
 from monarch_rl.saving import Saving, heard
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+CLOSE_S = 10.0
+"""For an orderly end of all processes, once nothing more is to be saved."""
 STOP_S = 1.0
 """For Monarch to take note, when all processes have ended."""
 
@@ -59,6 +62,7 @@ class Running:
         self._go.set()
         self._begun = asyncio.Event()
         self._publishing = asyncio.Lock()
+        self._setting = asyncio.Lock()
         self._turn = asyncio.Lock()  # held by a step, and by what must stand between two steps
         self._keeper: asyncio.Task[None] | None = None
         self._step_in_progress: asyncio.Task[Mapping[str, float] | None] | None = None
@@ -106,12 +110,14 @@ class Running:
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
         await self._keep()
+        unwritten = self._checkpoints.listen()
         try:
             async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(self._kept())
+                watches = [tasks.create_task(self._kept()), tasks.create_task(ended(unwritten))]
                 yield
                 await self._records.written()
-                watch.cancel()
+                for watch in watches:
+                    watch.cancel()
         except BaseExceptionGroup as group:
             raise _first(group) from None
 
@@ -161,12 +167,30 @@ class Running:
     async def checkpoints(self) -> None:
         async with self._outlived():
             await self._checkpoints.written()
+            self._trainers.check()
 
     async def halt(self) -> None:
         """Have the training end with `Halted` after the step in progress, or before it where its batch is not complete."""
         self._halted = True
         self._go.set()
         await answer(self._buffer.close.call_one(), "replay buffer (close)", 30.0)
+
+    @property
+    def worth_saving(self) -> bool:
+        """Whether a step was begun, after which `stop` writes a checkpoint."""
+        return self._step_in_progress is not None and not self.config.replay
+
+    async def stop(self) -> Path | None:
+        """After training was cancelled: wait for the step in progress where its batch is complete, record it, and see that there is a
+        checkpoint of it, which is returned. None: no step is done."""
+        await self.halt()
+        async with self.background():
+            version = await self.restore()
+            await self.checkpoints()
+            folder = checkpoint.folder_of(self.output_dir, version.step)
+            if version.step and not folder.exists():
+                await self.checkpoint()
+        return folder if version.step else None
 
     async def save_model(self) -> Path:
         """Write the trained model as a Hugging Face directory."""
@@ -188,6 +212,7 @@ class Running:
         await self._meshes.open()
         if url := self._meshes.hosts.dashboard.url:
             self._records.console.say(f"Monarch's dashboard: {url} on {socket.gethostname()}")
+        self._witness = Witness(self.config, resumed.exact)
         self._spawn_actors(found, resumed.keep_groups)
         await self._trainers.load(found)
         self._records.trace.offsets_ns |= await clock_offsets(self._meshes.processes())
@@ -283,15 +308,17 @@ class Running:
                 ranks = list((await self._trainers.ranks.step.call(step)).values())
             except Exception as error:
                 raise Halted(f"stopped before step {step}") if self._halted else error from None
-            for rank, (_, spans) in enumerate(ranks):
-                self._records.spans(f"trainer {rank}", spans)
-            if not ranks[0][0]:
+            for rank, stepped in enumerate(ranks):
+                self._records.spans(f"trainer {rank}", stepped.spans)
+            if not ranks[0].figures:
                 self._set_steps(step - 1)
                 return None
             self._records.version = self.version._replace(step=step)
+            if fingerprints := [stepped.weights for stepped in ranks if stepped.weights]:
+                self._witness.see(step, fingerprints)
             if step % self.config.weights.every == 0 or step == self.config.steps:
                 self._published = self.version
-            self._unrecorded = step, trainer_figures([figures for figures, _ in ranks])
+            self._unrecorded = step, trainer_figures([stepped.figures for stepped in ranks])
             return self._unrecorded[1]
 
     def _set_steps(self, steps: int) -> None:
@@ -360,6 +387,11 @@ class Running:
     async def _evaluated(self, prompts: int, of: Version, task: TaskSpec | None = None) -> Evaluated:
         """By weights of at least `of`."""
         workers: list[RolloutWorker] = [self._rollouts.slice(worker=i) for i in range(self.config.rollout.workers)]
+        while self.config.eval.pin:
+            async with self._replicas.pinned(of.pack()) as replica:
+                evaluated = await evaluate(workers, prompts, of.pack(), task, replica)
+            if not evaluated.mixed:  # else the replica was lost
+                return evaluated
         return await evaluate(workers, prompts, of.pack(), task)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,7 @@ class Saving:
     def __init__(self, config: Config, task: Task, trainers: Trainers, buffer: Any, newest: Path | None) -> None:
         self._config, self._task, self._trainers, self._buffer, self.newest = config, task, trainers, buffer, newest
         self._writing: asyncio.Task[None] | None = None
+        self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def newest_step(self) -> int:
         """Where trainers can go on."""
@@ -39,11 +41,16 @@ class Saving:
         # Before the next step, since messages keep their order.
         copied = self._trainers.ranks.checkpoint.call(checkpoint.unfinished(folder))
         self._writing = asyncio.create_task(self._write(folder, progress, copied), name=f"checkpoint of step {progress.step}")
-        self._writing.add_done_callback(heard)
+        self._writing.add_done_callback(self._end)
         return folder
 
+    def listen(self) -> asyncio.Future[None]:
+        """A training that goes on beside it hears at once of one that cannot be written, by the failure of this."""
+        self._failed = asyncio.get_running_loop().create_future()
+        return self._failed
+
     async def written(self) -> None:
-        """Wait for the one that was begun. Raises what it fails with."""
+        """Wait for the one that was begun. Raises what it fails with, but not that the trainers were lost."""
         if (writing := self._writing) is not None:
             try:
                 await asyncio.shield(writing)
@@ -58,12 +65,23 @@ class Saving:
             self._writing = None
         checkpoint.sweep(Path(self._config.output_dir))
 
+    def _end(self, writing: asyncio.Task[None]) -> None:
+        if not writing.cancelled() and (error := writing.exception()) is not None and not self._failed.done():
+            self._failed.set_exception(error)
+            self._failed.exception()  # there may be no training
+
     async def _write(self, folder: Path, progress: Progress, copied: Future[Any]) -> None:
         unfinished = checkpoint.unfinished(folder)
-        await answer(copied, "trainers (checkpoint)", START_DEADLINE_S)
-        await answer(self._buffer.save.call_one(unfinished), "replay buffer (checkpoint)", START_DEADLINE_S)
-        resume.write(unfinished, self._config, self._task)
-        checkpoint.complete(folder, progress, self._config.checkpoint.keep)
+        try:
+            await answer(copied, "trainers (checkpoint)", START_DEADLINE_S)
+            await answer(self._buffer.save.call_one(unfinished), "replay buffer (checkpoint)", START_DEADLINE_S)
+            resume.write(unfinished, self._config, self._task)
+            checkpoint.complete(folder, progress, self._config.checkpoint.keep)
+        except Exception as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if await self._trainers.are_lost(error):
+                return
+            raise
         self.newest = folder
         await answer(self._buffer.covered.call_one(progress.step), "replay buffer (checkpoint)", START_DEADLINE_S)
 

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from monarch_rl import figures, loop, preflight, tables
-from monarch_rl.changes import settle
-from monarch_rl.config import UserError
+from monarch_rl.changes import settle, tell
+from monarch_rl.config import Config, UserError
 from monarch_rl.evaluation import Evaluated
 from monarch_rl.generator_config import SAMPLED_BY
 from monarch_rl.meshes import ActorDied
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.output import check_output_dir, make_output_dir
-from monarch_rl.running import STOP_S, Halted, Running
+from monarch_rl.running import CLOSE_S, STOP_S, Halted, Running
 from monarch_rl.supervise import answer, cause, root
 from monarch_rl.tables import BufferTable, Samples, Table
 from monarch_rl.types import Sampling, Version
@@ -93,12 +93,12 @@ class Session(Running):
             await self.close()
 
     async def close(self) -> None:
-        """End everything: rollouts, engines, trainers, processes. Takes at most `close_deadline_s`. May be called twice."""
+        """End everything: rollouts, engines, trainers, processes. Takes at most `CLOSE_S`, or `close_deadline_s`. May be called twice."""
         if self._state == "closed":
             return
         if self._training not in (None, asyncio.current_task()):
             self._training.cancel()
-        deadline_s = self.config.close_deadline_s - STOP_S
+        deadline_s = min(CLOSE_S, self.config.close_deadline_s) - STOP_S
         ended = asyncio.get_running_loop().time() + deadline_s
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
@@ -158,18 +158,35 @@ class Session(Running):
 
         Raises:
             ConfigError: one of the keys or values is not allowed; then nothing is changed.
+            UserError: an actor could not be told; then all are as before, but for those that it names.
         """
-        config, changed = settle(self.config, values)
-        self._check_open()
-        if "trainer.lr" in changed:
-            await self._ask_trainers(lambda ranks: ranks.set_lr.call(config.trainer.lr), "learning rate")
-        if changed.keys() & {f"generator.{name}" for name in SAMPLED_BY}:
-            await answer(self._rollouts.set_sampling.call(config.generator), "rollout workers (sampling)", 60.0)
-        if "buffer.max_age" in changed:
-            await answer(self._buffer.set_max_age.call_one(config.buffer.max_age), "replay buffer (max_age)", 60.0)
-        for name in vars(config):
-            setattr(self.config, name, getattr(config, name))
+        async with self._setting:
+            config, changed = settle(self.config, values)
+            self._check_open()
+            await tell(self._listeners(changed), config, self.config)
+            for key, (_, now) in changed.items():
+                section, field = key.split(".")
+                setattr(getattr(self.config, section), field, now)
         return Table("changed", ("key", "was", "is"), [(key, was, now) for key, (was, now) in changed.items()])
+
+    def _listeners(self, changed: Iterable[str]) -> Mapping[str, Callable[[Config], Awaitable[Any]]]:
+        """The actors that go by these keys, by name, and how they are told."""
+
+        async def learning_rate(config: Config) -> None:
+            await self._ask_trainers(lambda ranks: ranks.set_lr.call(config.trainer.lr), "learning rate")
+
+        async def sampling(config: Config) -> None:
+            await answer(self._rollouts.set_sampling.call(config.generator), "rollout workers (sampling)", 60.0)
+
+        async def max_age(config: Config) -> None:
+            await answer(self._buffer.set_max_age.call_one(config.buffer.max_age), "replay buffer (max_age)", 60.0)
+
+        told = {"trainers": (learning_rate, {"trainer.lr"}), "replay buffer": (max_age, {"buffer.max_age"})}
+        told["rollout workers"] = sampling, {f"generator.{name}" for name in SAMPLED_BY}
+        concerned = {who: listener for who, (listener, keys) in told.items() if keys & set(changed)}
+        if self.config.replay and (absent := concerned.keys() - {"trainers"}):
+            raise UserError(f"set: a replay (of {self.config.replay}) has no {' and no '.join(sorted(absent))} to tell")
+        return concerned
 
     async def scale(self, generators: int) -> Table:
         """Start or end generator replicas while everything goes on. A new one takes requests when it holds the newest weights; one that

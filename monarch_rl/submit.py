@@ -114,9 +114,10 @@ class Job:
         """Slurm's reason why it has not begun, as it was last said"""
         self._exit_code = 0
         """why we were asked to stop: 130 or 143"""
+        self._began = self._cancelled = False
 
     def follow(self) -> int:
-        """Until it is gone. SIGINT and SIGTERM cancel it; a second one leaves at once."""
+        """Until it is gone. SIGINT and SIGTERM have it save and close where it has begun; the next cancels it, the next leaves at once."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._cancel)
         while True:
@@ -129,11 +130,16 @@ class Job:
                 return self._verdict(state, code)
 
     def _cancel(self, number: int, _: FrameType | None) -> None:
-        if self._exit_code:
+        if self._cancelled:
             os._exit(128 + number)
-        self._exit_code = 128 + number
-        say(f"cancelling Slurm job {self.id}, waiting until it is gone (once more to leave at once)")
-        subprocess.run(["scancel", self.id], capture_output=True)
+        again, self._exit_code = bool(self._exit_code), 128 + number
+        self._cancelled = again or not self._began
+        if self._cancelled:
+            say(f"cancelling Slurm job {self.id}, waiting until it is gone (once more to leave at once)")
+            subprocess.run(["scancel", self.id], capture_output=True)
+        else:  # to the controller alone: its workers are needed for what it writes
+            say(f"Slurm job {self.id} saves what it has done; waiting until it is gone (once more to cancel it)")
+            subprocess.run(["scancel", "--batch", "--signal=TERM", self.id], capture_output=True)
 
     def _state(self) -> tuple[str, int]:
         """In Slurm's words, and the exit code; `RUNNING` where Slurm does not answer, empty when it has forgotten the job."""
@@ -141,6 +147,7 @@ class Job:
         found = re.search(r"JobState=(\w+) Reason=(\S+).*?\bExitCode=(\d+):(\d+)", done.stdout)
         if found:
             self._say_why(found[1], found[2])
+            self._began = found[1] == "RUNNING"
             return found[1], int(found[3]) or (128 + int(found[4]) if int(found[4]) else 0)
         return ("" if "Invalid job id" in done.stderr else "RUNNING"), 0
 

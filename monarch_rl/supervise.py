@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+LONGEST = 2000
+"""Characters of an error's line: about a screen. Users' code may raise with whole documents."""
+
 
 class NamedTimeout(Exception):
     """An actor did not answer in time."""
@@ -53,9 +56,10 @@ def root(error: BaseException) -> BaseException:
 
 
 def cause(error: BaseException) -> str:
-    """The one line of an error that matters."""
+    """The one line of an error that matters, of at most `LONGEST` characters."""
     text = str(root(error)).strip()
-    return obituary(text) or text.partition("\n")[0] or type(root(error)).__name__
+    line = obituary(text) or text.partition("\n")[0] or type(root(error)).__name__
+    return line if len(line) <= LONGEST else f"{line[:LONGEST]}…"
 
 
 DEATH = re.compile(

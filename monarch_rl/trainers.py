@@ -36,6 +36,7 @@ class Trainers:
         self._steps = config.steps  # that the learning rate goes by, also where the data end before
         self._restarts = 0
         self._lost: asyncio.Future[str] | None = None
+        self._down = False
         self.lineage = lineage
         """Of the versions that they make."""
         self.renewed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -81,7 +82,13 @@ class Trainers:
             stuck.cancel()
         if not self._lost.done():
             self._lost.set_result(stuck.result())
+        self._down = True
         return self._lost.result()
+
+    def check(self) -> None:
+        """Raises ActorDied: they are lost, as far as is known, and not started again yet."""
+        if self._down or (self._lost is not None and self._lost.done()):
+            raise ActorDied("the trainers are lost")
 
     async def are_lost(self, error: Exception) -> bool:
         """Whether one is, as `error` suggests that they were asked with; waits for the news of what has just happened."""
@@ -89,6 +96,8 @@ class Trainers:
 
         if self._lost is None:
             return False
+        if self._down:
+            return True
         gone = isinstance(error, SupervisionError)
         await asyncio.wait({self._lost}, timeout=REASON_S if gone else DEATH_NOTICE_S)
         if gone and not self._lost.done():
@@ -118,6 +127,7 @@ class Trainers:
     def are_renewed(self) -> None:
         """They go on from where they were told, and are watched."""
         self.watch()
+        self._down = False
         renewed, self.renewed = self.renewed, asyncio.get_running_loop().create_future()
         renewed.set_result(None)
 

@@ -53,6 +53,16 @@ class Prompt:
     task: str = ""
 
 
+class Outcome(NamedTuple):
+    """What a prompt has earned once, see `Task.skip`."""
+
+    ordinal: int
+    reward: float
+    """Mean over its scorable episodes."""
+    step: int
+    """Optimizer steps done when it was finished."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How tokens are drawn; travels with each generation."""

@@ -36,22 +36,25 @@ class Uncovered:
     """Groups by the step that trained them, until a checkpoint covers that step.
 
     Args:
-        most_bytes: of groups. Of those beyond it only the prompts are kept.
+        most_bytes: of groups. Of those beyond it only the prompts are kept. None: trainers do not go back, and nothing is.
     """
 
-    def __init__(self, most_bytes: float) -> None:
-        self._most_bytes = most_bytes
+    def __init__(self, most_bytes: float | None) -> None:
+        self._most_bytes = 0.0 if most_bytes is None else most_bytes
+        self.needed = most_bytes is not None
         self._steps: dict[int, list[Kept]] = {}
         self.nbytes = 0
         """Of the groups that are kept."""
 
-    @property
-    def left_out(self) -> int:
-        """Groups that there was no room for."""
-        return sum(kept.group is None for steps in self._steps.values() for kept in steps)
+    def figures(self) -> dict[str, float]:
+        """For a row of metrics."""
+        left_out = sum(kept.group is None for steps in self._steps.values() for kept in steps)
+        return {"buffer/uncovered_mb": self.nbytes / 2**20, "buffer/uncovered_left_out": float(left_out)} if self.needed else {}
 
     def add(self, step: int, groups: Iterable[Group], bounds: Iterable[int]) -> None:
         """`step` is done. `bounds`: the `max_age` of each of its prompts."""
+        if not self.needed:
+            return
         self._steps[step] = [self._keep(group, bound) for group, bound in zip(groups, bounds, strict=True)]
 
     def covered(self, step: int) -> None:

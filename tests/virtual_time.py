@@ -68,6 +68,8 @@ class World:
     chance: dict[str, float] = field(default_factory=dict)
     slow: frozenset[int] = frozenset()
     """Ordinals that take 40 times as long."""
+    skipped: float = 0.0
+    """Share of the prompts that a curriculum leaves out when it is their turn."""
     restarts: int = 0
     """Times that everything is killed, to go on from the last checkpoint."""
     save_every: int = 1
@@ -119,13 +121,24 @@ class World:
 
     def settle(self) -> None:
         self.take()
-        while (lease := self.ledger.lease(f"worker {self.random.randrange(4)}", self.now, self.deadline_s, self.step)) is not None:
+        while (lease := self.lease()) is not None:
             self.gate.append(replace(lease, lineage=self.lineage))
+        self.take()  # the last prompts of the data may have been left out
         self.start()
         deadline = self.ledger.next_deadline()
         if deadline is not None and deadline != self.armed and "silent" in self.chance:
             self.armed = deadline
             self.after(max(0.0, deadline - self.now), self.expire)
+
+    def lease(self) -> Lease | None:
+        while self.ledger.next_ordinal(self.step) == self.ledger.started and self.skips(self.ledger.started):
+            self.finish(self.ledger.started, "skipped")
+            self.ledger.skip(self.ledger.started)
+        return self.ledger.lease(f"worker {self.random.randrange(4)}", self.now, self.deadline_s, self.step)
+
+    def skips(self, ordinal: int) -> bool:
+        """The same after a restart."""
+        return self.skipped > 0 and random.Random(f"{self.seed}/{ordinal}").random() < self.skipped
 
     def start(self) -> None:
         """Each replica starts only what its weights allow."""

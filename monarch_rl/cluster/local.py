@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from monarch_rl.cluster.child import CONTROLLER
 from monarch_rl.cluster.link import Host
@@ -23,11 +24,25 @@ ROLE = "MONARCH_RL_PROCESS"
 """Variable that tells which process of a run one is, e.g. `trainer 0`; the command lines are all alike (`ps e` shows it)."""
 
 
+INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that say on which network interface trainer ranks listen for each other."""
+
+
 def environment(config: Config) -> dict[str, str]:
     """What every process of a run finds in its environment."""
     quiet = {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
     tcp = {"MONARCH_RDMA_DISABLE_IBVERBS": "1"} if config.weights.transport == "tcp" else {}
-    return {**MONARCH_ENVIRONMENT, **engine_environment(cpu=config.profile != "cuda"), **quiet, **tcp}
+    alone = config.cluster.kind == "local" and sys.platform == "linux"
+    loopback = {name: os.environ.get(name, "lo") for name in INTERFACES} if alone else {}
+    return {**MONARCH_ENVIRONMENT, **engine_environment(cpu=config.profile != "cuda"), **quiet, **tcp, **loopback}
+
+
+def loopback_store(rank: int, world: int, port: int) -> Any:
+    """Where the ranks of one host meet. The one that torch makes by itself listens on every interface."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listening = socket.create_server(("127.0.0.1", port)).detach() if rank == 0 else None
+    return TCPStore("127.0.0.1", port, world, rank == 0, master_listen_fd=listening)
 
 
 def host() -> HostMesh:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from monarch_rl.disk import on_disk, write_whole
 from monarch_rl.lives import STATES, Life
 from monarch_rl.types import NOT_SAMPLED, Version
 
@@ -17,29 +18,32 @@ class LedgerFile:
     def __init__(self, path: Path, after: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = _up_to(path, after) if after and path.exists() else []
-        self._file = path.open("w", encoding="utf-8")
-        self._file.writelines(kept)
-        self._file.flush()
+        write_whole(path, "".join(kept))
+        self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, life: Life) -> None:
         row: dict[str, Any] = {"ordinal": life.ordinal, "state": life.state, "since": round(life.since, 3), "attempt": life.attempt}
         row |= {name: value for name in ("owner", "reason", "step", "min_step") if (value := getattr(life, name))}
         if life.oldest != NOT_SAMPLED:
             row["versions"] = [str(Version.unpack(packed)) for packed in (life.oldest, life.newest)]
-        self._file.write(json.dumps(row) + "\n")
+        with on_disk(self._path):
+            self._file.write(json.dumps(row) + "\n")
 
     def mark(self, step: int) -> None:
         """A checkpoint of step `step` holds what stands above."""
-        self._file.write(json.dumps({"checkpoint": step}) + "\n")
-        self._file.flush()
+        with on_disk(self._path):
+            self._file.write(json.dumps({"checkpoint": step}) + "\n")
+            self._file.flush()
 
     def back(self, step: int) -> None:
         """The trainers go on from step `step`: later ones are undone, and checkpoints of them were never completed."""
-        self._file.write(json.dumps({"back": step}) + "\n")
-        self._file.flush()
+        with on_disk(self._path):
+            self._file.write(json.dumps({"back": step}) + "\n")
+            self._file.flush()
 
     def flush(self) -> None:
-        self._file.flush()
+        with on_disk(self._path):
+            self._file.flush()
 
 
 def changes(path: Path) -> Iterator[Life]:

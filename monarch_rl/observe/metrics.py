@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from monarch_rl.disk import on_disk
 from monarch_rl.observe.rollouts import cut, reopen
 from monarch_rl.types import Version
 
@@ -101,13 +102,13 @@ class MetricsFile:
     """Appends rows to `metrics.jsonl`; of an earlier run the steps up to `after` are kept."""
 
     def __init__(self, path: Path, after: int = 0) -> None:
-        self._path = path
-        self._file = reopen(path, after)
+        self._path, self._file = path, reopen(path, after)
 
     def write(self, row: Mapping[str, object]) -> None:
-        self._last = self._file.tell()
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        with on_disk(self._path):
+            self._last = self._file.tell()
+            self._file.write(json.dumps(row) + "\n")
+            self._file.flush()
 
     def rewrite(self, row: Mapping[str, object]) -> None:
         """In place of the last row."""
@@ -117,8 +118,8 @@ class MetricsFile:
 
     def cut(self, after: int) -> None:
         """Later steps are undone; row 0 stays."""
-        self._file.close()
-        self._file = cut(self._path, after)
+        self._file = cut(self._file, self._path, after)
 
     def close(self) -> None:
-        self._file.close()
+        with on_disk(self._path):
+            self._file.close()

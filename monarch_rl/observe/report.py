@@ -13,6 +13,7 @@ import yaml
 
 from monarch_rl.config import schema
 from monarch_rl.configure import flatten, show
+from monarch_rl.disk import write_whole
 from monarch_rl.observe import gantt
 from monarch_rl.observe.charts import duration
 from monarch_rl.observe.status import read_status
@@ -59,9 +60,7 @@ code, pre { font: 13px ui-monospace, monospace; white-space: pre-wrap; overflow-
 def write_report(output_dir: Path) -> Path:
     """Make `report.html` from what there is of the run's files."""
     path = output_dir / "report.html"
-    new = path.with_suffix(".new")
-    new.write_text(_page(output_dir), encoding="utf-8")
-    new.replace(path)
+    write_whole(path, _page(output_dir))
     return path
 
 

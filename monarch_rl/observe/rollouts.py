@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
+from monarch_rl.disk import on_disk, write_whole
 from monarch_rl.types import Episode, Group
 
 
@@ -15,21 +16,20 @@ class RolloutsFile:
 
     def __init__(self, path: Path, after: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._file = reopen(path, after)
+        self._path, self._file = path, reopen(path, after)
 
     def write(self, step: int, groups: Iterable[Group]) -> None:
         """Groups of one optimizer step. A prompt's answer is written as text where JSON has no such type."""
-        for group in groups:
-            prompt = {"step": step, "ordinal": group.ordinal, "prompt": group.prompt.content, "answer": group.prompt.answer}
-            row = prompt | {"episodes": [_episode(e) for e in group.episodes]}
-            self._file.write(json.dumps(row, default=str, ensure_ascii=False) + "\n")
-        self._file.flush()
+        with on_disk(self._path):
+            for group in groups:
+                prompt = {"step": step, "ordinal": group.ordinal, "prompt": group.prompt.content, "answer": group.prompt.answer}
+                row = prompt | {"episodes": [_episode(e) for e in group.episodes]}
+                self._file.write(json.dumps(row, default=str, ensure_ascii=False) + "\n")
+            self._file.flush()
 
     def cut(self, after: int) -> None:
         """Later steps are undone."""
-        self._file.close()
-        self._file = cut(self._path, after)
+        self._file = cut(self._file, self._path, after)
 
     def close(self) -> None:
         self._file.close()
@@ -37,16 +37,21 @@ class RolloutsFile:
 
 def reopen(path: Path, after: int) -> TextIO:
     """A file of JSON lines with a `step` each, to be appended to; of an earlier run the steps up to `after` are kept, and none for 0."""
-    return cut(path, after) if after and path.exists() else path.open("w", encoding="utf-8")
+    write_whole(path, _up_to(path, after) if after and path.exists() else "")
+    return path.open("a", encoding="utf-8")
 
 
-def cut(path: Path, after: int) -> TextIO:
+def cut(file: TextIO, path: Path, after: int) -> TextIO:
     """The same file without the lines of later steps."""
-    kept = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if json.loads(line)["step"] <= after]
-    file = path.open("w", encoding="utf-8")
-    file.writelines(kept)
-    file.flush()
-    return file
+    file.close()
+    write_whole(path, _up_to(path, after))
+    return path.open("a", encoding="utf-8")
+
+
+def _up_to(path: Path, step: int) -> str:
+    """Without a line that is not whole."""
+    with path.open(encoding="utf-8") as file:  # line by line: `splitlines` would also split at what a model may sample
+        return "".join(line for line in file if line.endswith("\n") and json.loads(line)["step"] <= step)
 
 
 def _episode(episode: Episode) -> dict[str, object]:

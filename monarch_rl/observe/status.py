@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -10,6 +11,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
+
+from monarch_rl.disk import write_whole
 
 State = Literal["running", "done", "stopped", "failed", "died"]
 BEAT_S = 10.0
@@ -69,13 +72,12 @@ class StatusFile:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(BEAT_S)
-            self._write("running")
+            with contextlib.suppress(OSError):  # what the run itself cannot write ends it; this is tried again
+                self._write("running")
 
     def _write(self, state: State, reason: str = "") -> None:
         status = {"state": state, "reason": reason, "started": self._started, "updated": time.time(), **self._own}
-        new = self._path.with_suffix(".new")
-        new.write_text(json.dumps(status) + "\n", encoding="utf-8")
-        new.replace(self._path)
+        write_whole(self._path, json.dumps(status) + "\n")
 
 
 def read_status(output_dir: Path) -> Status | None:

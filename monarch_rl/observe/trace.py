@@ -20,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+from monarch_rl.disk import on_disk
 from monarch_rl.observe.timeline import Count, Record, Span
 
 MOST_EVENTS = 100_000
@@ -56,15 +57,16 @@ class Trace:
         self._left_out: Counter[str] = Counter()
 
     def add(self, lane: str, records: Iterable[Record]) -> None:
-        if self._file is None:
-            self._file = self._open()
-        offset_ns = self.offsets_ns.get(lane, 0)
-        for record in records:
-            if isinstance(record, Count):
-                self._count(lane, record, record.at_ns - offset_ns)
-            else:
-                self._span(lane, Span(record.name, record.start_ns - offset_ns, record.end_ns - offset_ns, record.args))
-        self._file.flush()
+        with on_disk(self._path):
+            if self._file is None:
+                self._file = self._open()
+            offset_ns = self.offsets_ns.get(lane, 0)
+            for record in records:
+                if isinstance(record, Count):
+                    self._count(lane, record, record.at_ns - offset_ns)
+                else:
+                    self._span(lane, Span(record.name, record.start_ns - offset_ns, record.end_ns - offset_ns, record.args))
+            self._file.flush()
 
     def close(self) -> None:
         """Complete the file. A second call does nothing."""
@@ -74,8 +76,8 @@ class Trace:
             self._put(lane, "decode", since_ns, max(since_ns, self._ends_ns[lane]))
         left_out = {"events": self._events, "most_events": MOST_EVENTS, "left_out": dict(self._left_out)}
         metadata = left_out | {"clock_offsets_ns": self.offsets_ns}
-        self._file.write(f'{{"ph":"M","pid":0,"name":"end","args":{{}}}}\n],"metadata":{json.dumps(metadata)}}}\n')
-        self._file.close()
+        with on_disk(self._path), self._file:
+            self._file.write(f'{{"ph":"M","pid":0,"name":"end","args":{{}}}}\n],"metadata":{json.dumps(metadata)}}}\n')
 
     def _open(self) -> TextIO:
         path = self._path

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from monarch_rl.config import UserError, is_object, label
 from monarch_rl.supervise import cause
 from monarch_rl.trainer_config import nearest
-from monarch_rl.types import Message, Prompt, Split
+from monarch_rl.types import Message, Outcome, Prompt, Split
 from monarch_rl.user_files import load_attribute
 
 BUILT_IN = {"arithmetic": "Arithmetic", "calculator": "Calculator", "gsm8k": "GSM8K"}
@@ -79,6 +79,14 @@ class Task(Protocol):
         continued anywhere; runs where the reward does and fails as it does.
         """
         return None
+
+    def skip(self, prompt: Prompt, past: Sequence[Outcome]) -> bool:
+        """Whether to leave out a prompt whose turn it is, given what came of the same prompt in earlier epochs, the oldest first.
+
+        Optional. A skipped prompt is dropped with the reason `skipped`, and the next one takes its place. Pure and quick: it runs
+        between two leases.
+        """
+        return False
 
 
 class Score(NamedTuple):
@@ -141,6 +149,13 @@ def is_conversation(content: Any) -> bool:
 def has_environment(task: Task) -> bool:
     """Whether the task has an `observe` of its own."""
     return type(task).observe is not Task.observe
+
+
+def skips(task: Task) -> bool:
+    """Whether the task, or a part of the mixture, has a `skip` of its own."""
+    from monarch_rl.tasks.mixture import Mixture
+
+    return any(getattr(type(part), "skip", Task.skip) is not Task.skip for part in (task.parts if isinstance(task, Mixture) else [task]))
 
 
 def held_out(key: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from monarch_rl.config import UserError
 from monarch_rl.tasks import Completion, Task, load_task, make_prompt
-from monarch_rl.types import Message, Prompt, Split
+from monarch_rl.types import Message, Outcome, Prompt, Split
 
 LONGEST_PERIOD = 100_000
 
@@ -41,6 +41,9 @@ class Mixture(Task):
 
     def observe(self, prompt: Prompt, turns: Sequence[str]) -> str | list[Message] | None:
         return self.part_of(prompt).observe(self._own(prompt), turns)
+
+    def skip(self, prompt: Prompt, past: Sequence[Outcome]) -> bool:
+        return self.part_of(prompt).skip(self._own(prompt), [one._replace(ordinal=self.place(one.ordinal)[1]) for one in past])
 
     def part_of(self, prompt: Prompt) -> Task:
         """The task that made the prompt."""

@@ -7,7 +7,7 @@ the checksums beside it let a reader prove that what it read is one whole versio
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -73,6 +73,14 @@ def fingerprints(plan: LoadPlan, views: Sequence[Tensor]) -> dict[str, int]:
     for piece, view in zip(plan.pieces, views, strict=True):
         parts.setdefault(piece.name, []).append(as_bytes(view.cpu().contiguous()))
     return {name: checksum(torch.cat(pieces)) for name, pieces in parts.items()}
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> str:
+    """Of the bits of all host tensors, one after the other."""
+    digest = xxhash.xxh3_64()
+    for tensor in tensors:
+        digest.update(as_bytes(tensor.detach().contiguous()).numpy().data)
+    return str(digest.hexdigest())
 
 
 def as_bytes(host: Tensor) -> Tensor:

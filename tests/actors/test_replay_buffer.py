@@ -42,6 +42,13 @@ class Count(Task):
         return Prompt(ordinal, f"{split} {ordinal}")
     def reward(self, prompt, completion):
         return 0.0
+
+class Course(Count):  # three rows; one that has earned more than a half is left out in the epoch that follows
+    name = "course"
+    def prompt(self, ordinal, split):
+        return Prompt(ordinal, f"row {ordinal % 3}")
+    def skip(self, prompt, past):
+        return bool(past) and past[-1].reward > 0.5 and prompt.ordinal - past[-1].ordinal <= 3
 """
 
 NUMBER = itertools.count()
@@ -68,6 +75,7 @@ async def make(processes: Any, tmp_path: Path) -> AsyncIterator[Make]:
         ranks: int = 1,
         deadline_s: float = 60.0,
         attempts: int = 3,
+        task: str = "Count",
         task_args: Any = None,
         record: bool = False,
         found: Path | None = None,
@@ -75,7 +83,7 @@ async def make(processes: Any, tmp_path: Path) -> AsyncIterator[Make]:
         every: int = 0,
         **buffer: Any,
     ) -> Any:
-        task = f"{tmp_path / 'count.py'}:Count"
+        task = f"{tmp_path / 'count.py'}:{task}"
         config = Config(steps=steps, epochs=epochs, output_dir=str(tmp_path), task=task, task_args=task_args or {}, record=record)
         config.buffer.prompts_per_step, config.buffer.max_age = 2, 1
         config.checkpoint.every = every
@@ -425,6 +433,31 @@ async def test_what_no_longer_fits_is_sampled_again(make: Make, tmp_path: Path) 
     assert await claim(second, 1) == [(Lease(0, 1, 0), Prompt(0, "train 0"))]
     waiting = second.lease.call_one("w").as_asyncio()
     await parked(waiting)
+
+
+async def test_a_task_leaves_out_what_is_solved_also_after_a_resume(make: Make, tmp_path: Path) -> None:
+    """Three epochs of three rows, the second of which is solved in the first: dropped with its reason, and another takes its place."""
+    keys = {"task": "Course", "task_args": {"size": 3}, "prompts_per_step": 3, "max_age": 0, "epochs": 3}
+    first = make(**keys)
+    claims = await claim(first, 3)
+    for (lease, prompt), rewards in zip(claims, [(0.0, 1.0), (0.5, 1.0), (0.0, 0.5)], strict=True):
+        await soon(first.put.call_one(lease, group(prompt, rewards=rewards)))
+    assert (await soon(first.take.call_one(1, 0))).ordinals == [0, 1, 2]
+    await soon(first.snapshot.call_one(1))
+    await soon(first.save.call_one(tmp_path / "step_1"))
+    assert [lease.ordinal for lease, _ in await claim(first, 3)] == [3, 5, 6]
+    second = make(found=tmp_path / "step_1", **keys)
+    again = await claim(second, 3)
+    assert [lease.ordinal for lease, _ in again] == [3, 5, 6]
+    await put(second, again, step=1)
+    assert (await soon(second.take.call_one(2, 0))).ordinals == [3, 5, 6]
+    assert (await soon(second.stats.call_one(2)))["buffer/dropped_skipped"] == 1
+    await soon(second.trained.call_one(2))
+    last = await claim(second, 2)
+    assert [lease.ordinal for lease, _ in last] == [7, 8], "it is left out for one epoch"
+    await put(second, last, step=2)
+    assert (await soon(second.take.call_one(3, 0))).ordinals == [7, 8]
+    assert await soon(second.take.call_one(4, 0)) is None
 
 
 @pytest.mark.parametrize(("tail", "last"), [("train", [4, 5, 6]), ("drop", None)])

@@ -89,6 +89,13 @@ class Job:
                     roles.setdefault(role, process)
         return roles
 
+    def listens(self) -> dict[str, set[str]]:
+        """The addresses on which the run's processes listen, by process."""
+        found = {}
+        for role, process in {"controller": psutil.Process(self.process.pid), **self.roles()}.items():
+            found[role] = {at.laddr.ip for at in process.net_connections("inet") if at.status == psutil.CONN_LISTEN}
+        return found
+
     def signal(self, number: signal.Signals) -> None:
         self._look()
         self.process.send_signal(number)

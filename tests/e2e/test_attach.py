@@ -95,7 +95,7 @@ def test_when_the_controller_ends_nothing_is_left_on_the_hosts(number: signal.Si
         job.until_steps(1)
         below = first.below() + second.below()
         job.signal(number)
-        assert job.wait(GONE_S) == code
+        assert job.wait() == code
         assert [first.process.wait(GONE_S), second.process.wait(GONE_S)] == [worker_code, worker_code]
         assert gone(below)
 

@@ -1,42 +1,59 @@
-"""However a run ends, its exit code tells how, its last line tells why, and no process is left."""
+"""However a run ends, its exit code tells how, its last line tells why, what was done is saved, and no process is left."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGKILL, SIGTERM
 
 import pytest
 
+from monarch_rl.checkpoint import read_progress
 from tests.e2e.jobs import SMALL, Job, finished, started
 
-LONG = [*SMALL, "steps=2000", "trainer.lr=1e-6", "eval.every=0"]
+LONG = [*SMALL, "steps=2000", "trainer.lr=1e-6", "eval.every=0", "close_deadline_s=200"]
 GONE_S = 10.0
 
 
-def assert_interrupted(job: Job, code: int) -> None:
-    assert job.wait(GONE_S + 5) == code
-    assert job.gone_within(GONE_S) == []
-    assert job.out.splitlines()[-1] == "closing (at most 10 s; once more to end at once)"
-    assert job.err == f"error: interrupted; what was written is in {job.output_dir}\n"
-
-
-def test_ctrl_c_while_the_system_starts(tmp_path: Path) -> None:
-    """Case 71."""
+def test_ctrl_c_while_the_system_starts_closes_at_once(tmp_path: Path) -> None:
+    """Case 71. There is nothing to save yet."""
     with started(tmp_path, *LONG) as job:
         job.until_process("scorer 0")
         job.signal(SIGINT)
-        assert_interrupted(job, 130)
+        assert job.wait(GONE_S + 5) == 130
+        assert job.gone_within(GONE_S) == []
+        assert job.out.splitlines()[-1] == "closing (at most 10 s; once more to end at once)"
+        assert job.err == f"error: interrupted; what was written is in {job.output_dir}\n"
 
 
-@pytest.mark.timeout(400)
-def test_ctrl_c_while_it_trains_leaves_what_was_written(tmp_path: Path) -> None:
+def assert_saved(job: Job, code: int) -> int:
+    """The step after which the run was closed: it is recorded, and there is a checkpoint of it."""
+    assert job.wait() == code, job.err
+    assert job.gone_within(GONE_S) == []
+    assert "closing after the step in progress and a checkpoint (at most 200 s; once more to close without)" in job.out.splitlines()
+    step = int(job.rows[-1]["step"])
+    folder = job.output_dir / "checkpoints" / f"step_{step}"
+    assert job.err == f"error: interrupted after step {step}: resume=latest goes on from {folder}\n"
+    assert read_progress(folder).step == step
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    return step
+
+
+@pytest.mark.timeout(600)
+def test_ctrl_c_while_it_trains_saves_and_the_run_goes_on_from_there(tmp_path: Path) -> None:
     """Case 71."""
     with started(tmp_path, *LONG) as job:
         job.until_steps(2)
+        assert set().union(*job.listens().values()) <= {"127.0.0.1"}, f"open to others: {job.listens()}"
         job.signal(SIGINT)
-        assert_interrupted(job, 130)
-        assert [row["step"] for row in job.rows[:3]] == [0, 1, 2]
+        step = assert_saved(job, 130)
         assert (job.output_dir / "timeline.json").is_file()
+    again = finished(tmp_path, *LONG, f"steps={step + 2}", "resume=latest")
+    assert again.process.returncode == 0, again.err
+    assert [row["step"] for row in again.rows] == list(range(step + 3))
+    trained = [json.loads(line)["ordinal"] for line in (again.output_dir / "rollouts.jsonl").read_text().splitlines()]
+    assert len(trained) == len(set(trained)) == 8 * (step + 2)
 
 
 @pytest.mark.timeout(400)
@@ -99,10 +116,24 @@ def test_signals_while_it_trains(number: int, code: int, tmp_path: Path) -> None
         job.until_steps(1)
         job.signal(number)
         if number != SIGKILL:
-            assert_interrupted(job, code)
+            assert_saved(job, code)
         assert job.wait() == code
         assert job.gone_within(GONE_S) == []
         assert number != SIGKILL or job.err == "", "what dies with its controller says nothing"
+
+
+@pytest.mark.timeout(400)
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_at_once(tmp_path: Path) -> None:
+    """And not with the next one. The folder's place is taken by a file, which root cannot write into either."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "checkpoints").touch()
+    job = finished(tmp_path, *LONG, "checkpoint.every=4", "resume=latest")
+    assert job.process.returncode == 1
+    assert job.gone_within(GONE_S) == []
+    folder = job.output_dir / "checkpoints" / ".step_4"
+    said = rf"error: the checkpoint cannot be written in {folder}: .*Not a directory.* \(whole story in \S+\)\n"
+    assert re.fullmatch(said, job.err), job.err
+    assert 4 <= job.rows[-1]["step"] < 8
 
 
 @pytest.mark.timeout(500)

@@ -119,6 +119,25 @@ async def test_everything_works_while_it_trains(tmp_path: Path) -> None:
     check_every_prompt_was_trained_once(tmp_path, steps=last)
 
 
+async def test_a_pinned_evaluation_is_of_one_version_while_training_goes_on(tmp_path: Path) -> None:
+    """Case 30. Five steps are trained meanwhile, more than `max_age` allows without new weights: by what another replica samples."""
+    async with Session(config(tmp_path, "generator.replicas=2", "buffer.max_age=1", "eval.pin=true")) as session:
+        await session.step(1)
+        async with session._replicas.pinned(1) as replica:
+            pinned = await session.generate("1+2=", n=2, replica=replica)
+            await session.step(5)
+            later = await session.generate("1+2=", n=2, replica=replica)
+        assert {row[3] for row in pinned.rows} == {row[3] for row in later.rows} == {"0.1"}
+        assert later.texts == pinned.texts
+        await asyncio.wait_for(session._replicas.live[replica].ready.call_one(6).as_asyncio(), DEADLINE_S)
+        training = asyncio.create_task(session.step(6))
+        evaluated = [await session.evaluate(prompts=48) for _ in range(3)]
+        await training
+    assert [one.mixed for one in evaluated] == [False] * 3
+    assert [one.prompts for one in evaluated] == [48] * 3
+    check_every_prompt_was_trained_once(tmp_path, steps=12)
+
+
 async def test_cells_out_of_order_are_told_so(tmp_path: Path) -> None:
     early = Session(config(tmp_path / "early"))
     for too_early in (early.step(), early.generate("1+2="), early.rollouts(), early.set(lr=1e-4)):

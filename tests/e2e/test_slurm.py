@@ -62,7 +62,7 @@ def until_free(slurm_job: str) -> None:
 
 @pytest.mark.timeout(500)
 def test_two_jobs_share_the_nodes_and_one_is_cancelled(tmp_path: Path) -> None:
-    """The one learns, with trainers on n1 and generators on n2; Ctrl-C ends the other in the middle and nothing of it is left."""
+    """The one learns, with trainers on n1 and generators on n2; Ctrl-C ends the other in the middle: it is saved, and nothing is left."""
     long = [*SMALL, *ON_TWO, "steps=2000", "trainer.lr=1e-6", "eval.every=0", "eval.prompts=0"]
     with started(tmp_path, *SMALL, *ON_TWO, "steps=20", name="one") as one:
         with started(tmp_path, *long, name="other") as other:
@@ -73,6 +73,7 @@ def test_two_jobs_share_the_nodes_and_one_is_cancelled(tmp_path: Path) -> None:
             assert other.wait() == 130, other.err
             until_free(slurm_id(other))
             assert other.err == f"error: interrupted; Slurm job {slurm_id(other)} is gone\n"
+            assert re.search(r"^error: interrupted after step \d+: resume=latest goes on from .*step_\d+$", other.out, re.M), other.out
         assert one.wait() == 0, one.out + one.err
         until_free(slurm_id(one))
     rewards = [row["reward/mean"] for row in one.rows[1:]]

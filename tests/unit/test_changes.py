@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from monarch_rl.changes import settle
-from monarch_rl.config import Config, ConfigError
+from monarch_rl.changes import settle, tell
+from monarch_rl.config import Config, ConfigError, UserError
 
 
 def test_short_and_long_names_change_a_copy() -> None:
@@ -50,3 +51,79 @@ def test_rules_between_keys_hold() -> None:
     config.weights.every = 3
     with pytest.raises(ConfigError, match=r"weights\.every=3 would stall generation at buffer\.max_age=1"):
         settle(config, {"max_age": 1})
+
+
+class Listeners:
+    """Three that remember the learning rate they were told last; `deaf` ones fail from that call on."""
+
+    def __init__(self, **deaf: int) -> None:
+        self.lr = {"trainers": 1.0, "replay buffer": 1.0, "rollout workers": 1.0}
+        self._calls, self._deaf = dict.fromkeys(self.lr, 0), deaf
+
+    def __call__(self) -> dict[str, Any]:
+        return {who: self._listener(who) for who in self.lr}
+
+    def _listener(self, who: str) -> Any:
+        async def listener(config: Config) -> None:
+            self._calls[who] += 1
+            if self._calls[who] >= self._deaf.get(who.replace(" ", "_"), 99):
+                raise TimeoutError(f"no answer from {who}")
+            self.lr[who] = config.trainer.lr
+
+        return listener
+
+
+def at(lr: float) -> Config:
+    config = Config()
+    config.trainer.lr = lr
+    return config
+
+
+async def test_all_are_told() -> None:
+    listeners = Listeners()
+    await tell(listeners(), at(2.0), at(1.0))
+    assert set(listeners.lr.values()) == {2.0}
+
+
+async def test_where_one_fails_the_others_are_told_to_go_back() -> None:
+    listeners = Listeners(replay_buffer=1)
+    with pytest.raises(
+        UserError, match=r"^set: replay buffer: no answer from replay buffer; it may be changed for replay buffer, and for nobody else$"
+    ):
+        await tell(listeners(), at(2.0), at(1.0))
+    assert set(listeners.lr.values()) == {1.0}
+
+
+async def test_one_that_answers_again_is_back_too() -> None:
+    class Once(Listeners):
+        def _listener(self, who: str) -> Any:
+            plain = super()._listener(who)
+
+            async def listener(config: Config) -> None:
+                await plain(config)
+                if who == "rollout workers" and config.trainer.lr == 2.0:
+                    raise TimeoutError("the answer was lost")
+
+            return listener
+
+    listeners = Once()
+    with pytest.raises(UserError, match=r"^set: rollout workers: the answer was lost; nothing is changed$"):
+        await tell(listeners(), at(2.0), at(1.0))
+    assert set(listeners.lr.values()) == {1.0}
+
+
+async def test_a_cell_that_is_interrupted_leaves_all_as_they_were() -> None:
+    listeners, begun = Listeners(), asyncio.Event()
+
+    async def never(config: Config) -> None:
+        if config.trainer.lr == 2.0:
+            begun.set()
+            await asyncio.Event().wait()
+
+    telling = asyncio.create_task(tell(listeners() | {"slow": never}, at(2.0), at(1.0)))
+    await begun.wait()
+    assert set(listeners.lr.values()) == {2.0}
+    telling.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await telling
+    assert set(listeners.lr.values()) == {1.0}

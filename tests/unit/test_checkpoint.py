@@ -5,7 +5,6 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import fields, replace
 from fractions import Fraction
 from pathlib import Path
@@ -13,8 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from monarch_rl import arrays, checkpoint
 from monarch_rl.config import TrainerConfig, UserError
@@ -24,13 +22,6 @@ from monarch_rl.lives import Progress
 from monarch_rl.models import local_shards
 from monarch_rl.types import Group, Prompt, Rows, Version
 from tests.batches import episode, sampled_by, save, shards, small_model
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 def learner(mesh: DeviceMesh, seed: int) -> Learner:

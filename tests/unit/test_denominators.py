@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch.distributed as dist
 from hypothesis import given, settings
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from monarch_rl.learner import Learner
 from tests.batches import shards
 from tests.cuts import LIMITS, QUICK, STEP, Case, allowed, cases, gradient, learner
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=LIMITS, ids=str)

@@ -27,11 +27,39 @@ async def main():
 
 asyncio.run(main())
 """
+SAVING = """
+import asyncio, sys
+from pathlib import Path
+from monarch_rl.config import Config
+from monarch_rl.job import Interrupt
+
+class Session:
+    worth_saving = True
+    class version: step = 3
+    async def stop(self):
+        BLOCK
+        return Path("runs/x/checkpoints/step_3")
+
+interrupt = Interrupt(Config(output_dir="runs/x", close_deadline_s=DEADLINE))
+
+async def main():
+    interrupt.watch(Session())
+    async with interrupt.saves(Session()):
+        print("ready", flush=True)
+        await asyncio.sleep(60)
+
+try:
+    asyncio.run(main())
+except asyncio.CancelledError:
+    print("closed", flush=True)
+    sys.exit(interrupt.tell())
+"""
 LAST = "error: interrupted; what was written is in runs/x\n"
+NOTHING = ", and nothing was saved: {}; what was written is in runs/x"
 
 
-def started(deadline_s: float, block: str, *before: str) -> subprocess.Popen[str]:
-    program = STUCK.replace("DEADLINE", str(deadline_s)).replace("BLOCK", block)
+def started(deadline_s: float, block: str, *before: str, program: str = STUCK) -> subprocess.Popen[str]:
+    program = program.replace("DEADLINE", str(deadline_s)).replace("BLOCK", block)
     process = subprocess.Popen([*before, sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -67,3 +95,33 @@ def test_nohup_means_it() -> None:
     process.send_signal(SIGTERM)
     out, _ = process.communicate(timeout=30)
     assert out.startswith("closing")
+
+
+@pytest.mark.parametrize(
+    ("deadline_s", "stop", "last"),
+    [
+        (60, "pass", " after step 3: resume=latest goes on from runs/x/checkpoints/step_3"),
+        (60, "return None", "; what was written is in runs/x"),
+        (1, "await asyncio.sleep(60)", NOTHING.format("step and checkpoint took more than 0.5 s (of close_deadline_s=1)")),
+        (60, "raise OSError('/x: No space left')", NOTHING.format("/x: No space left")),
+    ],
+    ids=["saved", "no step", "too late", "cannot be saved"],
+)
+def test_the_last_line_tells_what_was_saved(deadline_s: float, stop: str, last: str) -> None:
+    process = started(deadline_s, stop, program=SAVING)
+    process.send_signal(SIGTERM)
+    out, err = process.communicate(timeout=30)
+    assert out == f"closing after the step in progress and a checkpoint (at most {deadline_s:g} s; once more to close without)\nclosed\n"
+    assert (err, process.returncode) == (f"error: interrupted{last}\n", 143)
+
+
+def test_a_second_signal_closes_without_a_checkpoint() -> None:
+    process = started(60, "await asyncio.sleep(60)", program=SAVING)
+    assert process.stdout is not None
+    for said in ("closing after", "closing (at most 10 s; once more to end at once)"):
+        process.send_signal(SIGINT)
+        assert process.stdout.readline().startswith(said)
+    out, err = process.communicate(timeout=30)
+    assert out == "closed\n"
+    assert err == f"error: interrupted{NOTHING.format('it was interrupted again')}\n"
+    assert process.returncode == 130

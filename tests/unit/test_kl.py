@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from monarch_rl.algorithms.kl import KL
 from monarch_rl.checkpoint import load
@@ -28,13 +26,6 @@ from tests.batches import episode, plain_logprobs, sampled_by, save, shards, sma
 STEP = 2
 TEMPERATURE = 0.7
 BETA = 0.4
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.fixture

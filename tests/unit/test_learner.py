@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -12,9 +11,8 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from tokenizers import Tokenizer, models
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma2ForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from monarch_rl.algorithms.advantages import ADVANTAGES
@@ -27,13 +25,6 @@ from monarch_rl.types import Episode, Group, Prompt, Version
 from tests.batches import VOCABULARY, episode, plain_logprobs, sampled_by, shards, small_model
 
 TEMPERATURE = 0.7
-
-
-@pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
 
 
 @pytest.fixture

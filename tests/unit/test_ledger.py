@@ -78,6 +78,41 @@ def test_synchronous_replacements_come_as_a_second_wave() -> None:
     assert [(lease.ordinal, lease.min_step) for lease in claim_all(ledger, step=1)] == [(6, 1), (7, 1), (8, 1), (9, 1)]
 
 
+def test_a_prompt_that_is_left_out_is_replaced_within_the_same_synchronous_wave() -> None:
+    """It is the task's choice and nobody's timing; those that turn out to be dead have to wait for the wave's end."""
+    ledger = Ledger(prompts_per_step=3, max_age=0)
+    first = claim_all(ledger, step=0)
+    score_all(ledger, first)
+    assert ledger.take(1) == [0, 1, 2]
+    ledger.trained(1)
+    assert ledger.lease("w", 0.0, 10.0, step=1) == Lease(3, 1, 1)
+    with pytest.raises(ValueError, match="prompt 5 cannot be skipped: the next one is 4"):
+        ledger.skip(5)
+    ledger.skip(4)
+    ledger.skip(5)
+    assert [(lease.ordinal, lease.min_step) for lease in claim_all(ledger, step=1)] == [(6, 1), (7, 1)]
+    score_all(ledger, [Lease(ordinal, 1, 1) for ordinal in (3, 6, 7)])
+    assert ledger.take(2) == [3, 6, 7]
+    assert ledger.dropped == {"skipped": 2}
+    life = ledger.life(4)
+    assert life is not None
+    assert (life.state, life.reason, life.attempt, life.owner) == ("dropped", "skipped", 0, "")
+    check_account(ledger)
+
+
+def test_data_whose_last_prompts_are_left_out_end() -> None:
+    ledger = Ledger(prompts_per_step=2, max_age=1, ordinals=3)
+    lease = ledger.lease("w", 0.0, 10.0, step=0)
+    assert lease == Lease(0, 1, 0)
+    score_all(ledger, [lease])
+    assert ledger.take(1) is None
+    ledger.skip(1)
+    ledger.skip(2)
+    assert ledger.take(1) == [0]
+    assert ledger.over
+    assert claim_all(ledger, step=1) == []
+
+
 def test_lost_claims_in_flight_stay_within_the_budget() -> None:
     """Case 1: S=1, B=8; after 50 steps every claim is lost at once; what is leased again is not more than before."""
     ledger = Ledger(prompts_per_step=4, max_age=1)
@@ -90,6 +125,22 @@ def test_lost_claims_in_flight_stay_within_the_budget() -> None:
     again = claim_all(ledger, step=50)
     assert [lease.ordinal for lease in again] == [lease.ordinal for lease in held]
     assert ledger.counts.leased + ledger.counts.scored == 8
+    assert all(50 - lease.min_step <= 1 for lease in again)
+
+
+def test_a_resumed_run_has_no_more_in_flight_than_before() -> None:
+    """Case 1: S=1, P=4; killed after 50 steps with eight in flight: eight are leased again, and no more."""
+    first = Ledger(prompts_per_step=4, max_age=1)
+    for step in range(50):
+        score_all(first, claim_all(first, step))
+        assert first.take(step + 1) is not None
+        first.trained(step + 1)
+    held = claim_all(first, step=50)
+    second = Ledger(prompts_per_step=4, max_age=1)
+    second.load_state_dict(first.state_dict())
+    again = claim_all(second, step=50)
+    assert [(lease.ordinal, lease.min_step) for lease in again] == [(lease.ordinal, lease.min_step) for lease in held]
+    assert second.counts.leased + second.counts.scored == 8
     assert all(50 - lease.min_step <= 1 for lease in again)
 
 

@@ -111,7 +111,7 @@ def schedule(seed: int) -> None:
     restarts, save_every = draw.choice([0, 0, 1, 3]), draw.randint(1, 3)
     shape = {"replicas": draw.randint(1, 3), "restarts": restarts, "save_every": save_every, "chance": draw.choice(FAULTS)}
     shape |= {"trainer_restarts": draw.choice([0, 0, 1, 3]), "most_kept": draw.choice([math.inf, math.inf, 2 * P, 0])}
-    world = World(make, steps, seed, **shape).run()
+    world = World(make, steps, seed, skipped=draw.choice([0.0, 0.2, 0.7]), **shape).run()
     ledger = world.ledger
     assert all(0 <= age <= S for age in world.ages)
     assert max(world.overtaken.values(), default=0) <= W - 1
@@ -123,6 +123,9 @@ def schedule(seed: int) -> None:
     for ordinal in trained:
         assert (ended[ordinal].state, ended[ordinal].step) == ("trained", 1 + next(s for s, b in enumerate(world.batches) if ordinal in b))
         assert ended[ordinal].oldest == Version(0, world.start_step[ordinal]).pack()
+    left_out = {ordinal for ordinal, life in ended.items() if life.reason == "skipped"}
+    assert left_out == {ordinal for ordinal in ended if world.skips(ordinal)} == {o for o, how in world.fate.items() if how == "skipped"}
+    assert {ended[ordinal].attempt for ordinal in left_out} <= {0}
     if world.step < steps:
         assert ledger.started == ordinals, "a run ends early only with its data"
         assert ledger.dropped["tail"] < P
@@ -209,8 +212,8 @@ def test_a_million_prompts_are_remembered_in_little_memory() -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     check_account(ledger)
-    assert max(map(len, (ledger._live, ledger._returned, ledger._batches, ledger._owned))) <= ledger.budget
-    assert len(ledger._deadlines) <= 4 * ledger.budget
+    assert max(map(len, (ledger._live, ledger._returned, ledger._batches))) <= ledger.budget
+    assert len(ledger._claims) <= 4 * ledger.budget
     lost, kept = ledger.life(70), ledger.life(71)
     assert lost is not None
     assert (lost.state, lost.reason, lost.owner, lost.attempt) == ("dropped", "dead", "w", 1)

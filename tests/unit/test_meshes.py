@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from monarch_rl import meshes
 from monarch_rl.config import Config
 from monarch_rl.meshes import Meshes
+from monarch_rl.supervise import obituary
 
 
 async def test_a_wait_that_is_given_up_is_not_heard_of_again() -> None:
@@ -38,3 +41,19 @@ async def test_the_result_comes_through() -> None:
 
 async def divide() -> float:
     return 1 / 0
+
+
+async def test_a_process_that_the_kernel_ended_for_its_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only where the kernel has counted one since the start: somebody else may have sent the signal."""
+    counter = tmp_path / "vmstat"
+    monkeypatch.setattr(meshes, "OOM_KILLS", counter)
+    report = "actor <root>.<actors.trainer.Trainer trainer{'rank': 1/2}> failed: the process was Killed(sig=9)"
+    for kills, hint in ((0, ""), (3, ""), (4, ", when memory had run out on this host")):
+        counter.write_text(f"nr_free_pages 1\noom_kill {min(kills, 3)}\n")
+        running = Meshes(Config())
+        running.watch()
+        counter.write_text(f"nr_free_pages 1\noom_kill {kills}\n")
+        running._died(report, obituary(report))
+        assert str(await running.death()) == f"trainer 1 was killed by signal 9 (SIGKILL){hint}"
+    counter.unlink()
+    assert meshes.oom_kills() == 0

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.policies import Arrival, Ours, Policy, UniformResampling, WindowedFifo, made_up, simulate
+from benchmarks.policies import Arrival, Ordered, Ours, Policy, Prioritized, Reused, UniformResampling, WindowedFifo, made_up, simulate
+from monarch_rl.ledger import Ledger
 
 
 def one_slow(ordinal: int) -> float:
@@ -42,3 +43,20 @@ def test_the_ledger_is_as_fast_as_what_discards_nothing_at_equal_age(S: int) -> 
         assert other[1] <= S
         assert other[2] > 0 or other[3] < 0.9
     assert outcome(Arrival(8, S, drop=False))[1] > S
+
+
+@pytest.mark.parametrize("kind", [Ordered, Prioritized])
+def test_another_order_inside_the_window_gains_nothing(kind: type[Ordered]) -> None:
+    """Each group is trained once, so their mean age is the same whatever the order, and so is what they are worth."""
+    durations = made_up(0.05, 20.0, median_s=0.1)
+    fifo, other = [simulate(Ours(8, 2, 8, each), durations, steps=200, slots=64, train_s=1.0) for each in (Ledger, kind)]
+    assert (other.age_max, other.discarded, other.repeated) == (2, 0, 0)
+    assert abs(other.utilisation - fifo.utilisation) <= 0.02
+    assert abs(other.age_mean - fifo.age_mean) <= 0.05
+    assert abs(other.worth - 1) <= 0.02
+
+
+def test_groups_that_are_trained_again_make_those_in_flight_too_old() -> None:
+    made = simulate(Ours(8, 2, 1, Reused), made_up(0.05, 20.0, median_s=0.1), steps=60, slots=64, train_s=1.0)
+    assert made.repeated > 0
+    assert made.age_max > 2

@@ -25,8 +25,14 @@ def test_steps_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert recorded.read(tmp_path, 3) is None
     with pytest.raises(UserError, match=r"replay=.*: record/step_3\.npz is missing"):
         recorded.check(tmp_path)
+    witness = recorded.Witness(Config(output_dir=str(tmp_path), record=True), exact=False)
+    for step in (1, 2, 3, 10):
+        witness.see(step, [f"{step:x}", "0"])
     recorded.cut(tmp_path, after=2)
     assert recorded.check(tmp_path) == 2
+    with (tmp_path / "record" / "weights.jsonl").open("a") as file:
+        file.write('{"step": 3, "ra')  # killed
+    assert recorded.fingerprints(tmp_path) == {1: ["1", "0"], 2: ["2", "0"]}
     recorded.cut(tmp_path, after=0)
     with pytest.raises(UserError, match="a run records its groups with record=true"):
         recorded.check(tmp_path)
@@ -40,8 +46,29 @@ def test_a_replay_tells_what_makes_it_another_training(tmp_path: Path) -> None:
     replay = Config(output_dir=str(tmp_path / "again"), replay=run.output_dir)
     replay.generator.temperature, replay.buffer.prompts_per_step = 0.5, 3
     assert resume.start(replay, Rows())[1].told == ["replay: 1 recorded steps"]
+    recorded.Witness(run, exact=False).see(1, ["a"])
+    told, _, exact = resume.start(replay, Rows())[1]
+    assert (told, exact) == (["replay: 1 recorded steps; on CPUs the weights are compared after 1 of them"], True)
     replay.trainer.lr = 1.0
-    assert resume.start(replay, Rows())[1].told[1:] == ["replay: trainer.lr=1.0, was 0.0003: weights will differ"]
+    told, _, exact = resume.start(replay, Rows())[1]
+    assert (told[0], exact) == ("replay: 1 recorded steps", False)
+    assert told[1:] == ["replay: trainer.lr=1.0, was 0.0003: weights will differ"]
+
+
+def test_a_replay_ends_at_the_first_step_that_leads_to_other_weights(tmp_path: Path) -> None:
+    (tmp_path / "record").mkdir()
+    witness = recorded.Witness(Config(output_dir=str(tmp_path), record=True), exact=False)
+    for step in (1, 2, 4):
+        witness.see(step, ["a", f"{step}"])
+    replay = Config(output_dir=str(tmp_path / "again"), replay=str(tmp_path))
+    compared = recorded.Witness(replay, exact=True)
+    compared.see(1, ["a", "1"])
+    compared.see(3, ["b", "1"])  # the run was killed before it had written this one
+    with pytest.raises(
+        UserError, match=r"step 2 is the first after which the weights are not those of the recorded run \(trainer rank 1\)"
+    ):
+        compared.see(2, ["a", "3"])
+    recorded.Witness(replay, exact=False).see(2, ["a", "3"])
 
 
 def test_a_replay_needs_trainers_and_groups_alone(tmp_path: Path) -> None:

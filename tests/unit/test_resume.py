@@ -69,7 +69,7 @@ def test_groups_that_do_not_fit_are_sampled_again(config: Config, section: str, 
 
 @pytest.mark.parametrize("task", [Rows(offset=1), Rows(size=99), Rows(size=None)])
 def test_changed_data_are_noticed(config: Config, task: Rows) -> None:
-    told, kept = resume.start(config, task)[1]
+    told, kept, _ = resume.start(config, task)[1]
     assert told == ["resume: task rows makes other prompts than it did for the checkpoint; their ordinals go on", AGAIN]
     assert not kept
 

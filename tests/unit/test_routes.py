@@ -89,3 +89,21 @@ async def test_a_drained_replica_gives_back_what_it_has() -> None:
     live[1].may_answer.set()
     assert await routes.generate(*ASK) == ["1", "1"]
     await routes.drain(1)
+
+
+async def test_what_needs_newer_weights_is_not_sent_to_a_pinned_replica() -> None:
+    """Unless there is no other: then it waits there."""
+    live = replicas(None, None)
+    for replica in live.values():
+        replica.may_answer.set()
+    routes = Routes(live)
+    routes.pin(0, 3)
+    ids, sampling, seeds, _ = ASK
+    assert [await routes.generate(ids, sampling, seeds, 4) for _ in range(3)] == [["1", "1"]] * 3
+    assert await routes.generate(ids, sampling, seeds, 3) == ["0", "0"]
+    assert await routes.generate(ids, sampling, seeds, 4, replica=0) == ["0", "0"], "an episode that it had begun"
+    routes.lose(1)
+    assert await routes.generate(ids, sampling, seeds, 4) == ["0", "0"]
+    routes.add(1, live[1])
+    routes.pin(0, None)
+    assert await routes.generate(ids, sampling, seeds, 4) == ["0", "0"]

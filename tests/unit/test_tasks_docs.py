@@ -13,6 +13,7 @@ import pytest
 
 from monarch_rl.configure import load
 from monarch_rl.tasks import BUILT_IN, Completion, has_environment, load_task
+from monarch_rl.types import Outcome
 
 PAGE = Path(__file__).parents[2] / "docs" / "tasks.md"
 BLOCKS: list[tuple[str, str]] = re.findall(r"^```(\w+)\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
@@ -34,7 +35,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_page_has_the_pieces_that_are_looked_for() -> None:
-    assert set(FILES) == {"brief.py", "rows.py", "guess.py"}
+    assert set(FILES) == {"brief.py", "rows.py", "guess.py", "course.py"}
     assert len(PIECES) == 2
     assert {kind for kind, _ in BLOCKS} == {"python", "bash"}
     assert len(FILES["brief.py"].splitlines()) <= 30
@@ -47,7 +48,9 @@ def test_the_pieces_run_one_after_the_other(here: Path) -> None:
     assert len(namespace["turns"]) > 1
 
 
-@pytest.mark.parametrize(("spec", "args"), [("brief.py:Brief", {}), ("rows.py:Rows", {"path": "rows.jsonl"}), ("guess.py:Guess", {})])
+@pytest.mark.parametrize(
+    ("spec", "args"), [("brief.py:Brief", {}), ("rows.py:Rows", {"path": "rows.jsonl"}), ("guess.py:Guess", {}), ("course.py:Course", {})]
+)
 def test_the_tasks_of_the_page_keep_its_rules(here: Path, spec: str, args: dict[str, Any]) -> None:
     task = load_task(spec, args, seed=3)
     train = [task.prompt(ordinal, "train") for ordinal in range(100)]
@@ -71,6 +74,16 @@ def test_the_rewards_of_the_page(here: Path) -> None:
     assert guess.reward(prompt, Completion("", ["1000", str(prompt.answer)])) == 0.5
 
 
+def test_the_course_of_the_page(here: Path) -> None:
+    course = load_task("course.py:Course", {}, seed=0)
+    assert course.size is not None
+    ordinal = 5
+    solved, half = [[Outcome(ordinal, reward, 1)] for reward in (1.0, 0.5)]
+    later = [course.prompt(ordinal + epoch * course.size, "train") for epoch in (1, 2, 3)]
+    assert [course.skip(prompt, solved) for prompt in later] == [True, True, False]
+    assert not any(course.skip(prompt, half) or course.skip(prompt, []) for prompt in later)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_commands_of_the_page_are_understood(here: Path, command: str) -> None:
     python, module, name, *arguments = shlex.split(command)
@@ -85,5 +98,5 @@ def test_the_table_names_every_built_in_task() -> None:
 
 
 def teardown_module() -> None:
-    for name in [name for name in sys.modules if name.startswith(("user_brief_", "user_rows_", "user_guess_"))]:
+    for name in [name for name in sys.modules if name.startswith(("user_brief_", "user_rows_", "user_guess_", "user_course_"))]:
         del sys.modules[name]

@@ -70,7 +70,7 @@ def test_the_same_batches_are_trained_again() -> None:
 def test_groups_without_room_are_sampled_again_when_the_trainer_is_there() -> None:
     run = Run(most_groups=2)
     batches = [run.train(step) for step in (1, 2, 3)]
-    assert (run.uncovered.nbytes, run.uncovered.left_out) == (2 * GROUP_BYTES, 4)
+    assert run.uncovered.figures() == {"buffer/uncovered_mb": 2 * GROUP_BYTES / 2**20, "buffer/uncovered_left_out": 4}
     again = run.go_back(0)
     assert sorted(again.groups) == batches[0]
     assert sorted(again.prompts) == batches[1] + batches[2]
