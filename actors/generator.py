@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from functools import partial
 from typing import TYPE_CHECKING
 
 from monarch.actor import Actor, concurrent_endpoint
@@ -21,8 +22,11 @@ from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.types import Generation, Sampling, Version
 
 if TYPE_CHECKING:
+    from monarch.actor import Port
+
     from actors.metrics import Metrics
     from actors.publisher import Publisher
+    from monarch_rl.engine_bursts import Burst
     from monarch_rl.weights.plan import LoadPlan
     from monarch_rl.weights.pull import Puller, Reader
     from monarch_rl.weights.slots import SlotBuffers
@@ -39,6 +43,7 @@ class Generator(Actor):
         self._pulls = GeneratorReport(replica)
         self._report_due: asyncio.TimerHandle | None = None
         self._following: asyncio.Task[None] | None = None
+        self._workers: dict[str, Port[tuple[int, Burst]]] = {}
         self._pinned, self._unpinned = False, asyncio.Event()
         self._unpinned.set()
         self._shut = False
@@ -65,6 +70,7 @@ class Generator(Actor):
             keep_masks=config.generator.keep_mask and Sampling.of(config.generator).truncates,
             keep_routing=config.generator.keep_routing,
             stop_texts=bool(config.generator.stop),
+            burst_tokens=config.generator.burst_tokens,
         )
         try:
             self._plan = await self._engine.start()
@@ -75,20 +81,30 @@ class Generator(Actor):
         return self._plan
 
     @concurrent_endpoint
-    async def generate(self, ids: list[int], sampling: Sampling, seeds: list[int], min_version: int) -> list[Generation]:
+    async def generate(
+        self, ids: list[int], sampling: Sampling, seeds: list[int], min_version: int, stream: tuple[str, int] | None = None
+    ) -> list[Generation]:
         """Sample one completion per seed, each as a request of its own.
 
-        Waits until this replica holds at least `min_version`, a `Version.pack()` (the gate of the admission rule).
+        Waits until this replica holds at least `min_version`, a `Version.pack()` (the gate of the admission rule). `stream`: who was
+        introduced and shall be told meanwhile, every `generator.burst_tokens` tokens, what was sampled, and the number that this is to have.
         """
         await self._holds(min_version)
         if self._pulls.asleep:
             self._report_soon()  # that it is busy again
         with timeline.span("generate", episodes=len(seeds)):
-            generations = await self._engine.generate_group(ids, sampling, seeds)
+            tell = partial(self._send_burst, *stream) if stream else None
+            generations = await self._engine.generate_group(ids, sampling, seeds, tell)
         for generation in generations:
             generation.replica = self._replica
         self._report_soon()
         return generations
+
+    @concurrent_endpoint
+    async def introduce(self, worker: str, port: Port[tuple[int, Burst]]) -> None:
+        """Where a rollout worker hears what its requests have sampled so far."""
+        port.return_undeliverable = False  # one that is gone misses nothing
+        self._workers[worker] = port
 
     @concurrent_endpoint
     async def follow(self, publishers: Publisher, slots: list[list[SlotBuffers]], plan_digest: str) -> None:
@@ -179,6 +195,11 @@ class Generator(Actor):
         if self._following is not None:
             self._following.cancel()
         await self._engine.close()
+
+    def _send_burst(self, worker: str, number: int, burst: Burst) -> None:
+        for _, generation in burst:
+            generation.replica = self._replica
+        self._workers[worker].send((number, burst))
 
     async def _follow(self, reader: Reader, puller: Puller) -> None:
         from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError

@@ -11,8 +11,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
-from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
 
 from actors.metrics import Records
+from actors.streams import Streams
 from monarch_rl.config import Config, UserError
 from monarch_rl.generator_config import GeneratorConfig
 from monarch_rl.observe import timeline
-from monarch_rl.supervise import answer, cause
+from monarch_rl.routes import Routes
+from monarch_rl.supervise import answer, cause, together
 from monarch_rl.types import Episode, Generation, Group, Lease, Prompt, Sampling, Split, Version
 
 if TYPE_CHECKING:
@@ -69,89 +70,17 @@ class Purpose:
     """The task where it is not the one that is trained, for the scorers."""
     sampling: Sampling
     """The same for all turns of an episode, whatever is set meanwhile."""
-    min_step: int
+    min_version: int
+    """`Version.pack()` of the oldest weights that may begin it."""
     attempt: int = 1
     replica: int | None = None
     """The only one to ask, as long as it is here; None: any."""
-
-
-class Routes:
-    """The generators that a worker sends requests to, and how many of its episodes each works on."""
-
-    def __init__(self, generators: Mapping[int, Generator]) -> None:
-        self._generators = dict(generators)
-        self._load = Counter[int]()
-        self._pinned: dict[int, int] = {}  # replica → the step that it keeps to
-        self._changed = asyncio.Event()
-
-    def add(self, replica: int, generator: Generator) -> None:
-        self._generators[replica] = generator
-        self._tell()
-
-    def lose(self, replica: int) -> None:
-        """Choose it no more."""
-        self._generators.pop(replica, None)
-
-    def pin(self, replica: int, step: int | None) -> None:
-        """It keeps the weights of `step`, so that what needs newer ones had better go elsewhere; None: it follows the trainer again."""
-        self._pinned.pop(replica, None)
-        if step is not None:
-            self._pinned[replica] = step
-
-    async def drain(self, replica: int) -> None:
-        """Choose it no more, and wait until nothing is left to come back from it."""
-        self.lose(replica)
-        while self._load[replica]:
-            await self._changed.wait()
-
-    async def generate(
-        self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int, replica: int | None = None
-    ) -> list[Generation]:
-        """By the replica that has least to do, or by one that has seen the beginning before and is still here.
-
-        A replica that is lost meanwhile is asked no more, and another does it again; where there is none, one is waited for.
-        """
-        from monarch_rl.engine_setup import is_lost
-
-        while True:
-            while not self._generators:
-                await self._changed.wait()
-            chosen = replica if replica in self._generators else self._choose(min_step)
-            self._load[chosen] += len(seeds)
-            try:
-                generations: list[Generation] = await self._generators[chosen].generate.call_one(ids, sampling, seeds, min_step)
-                return generations
-            except Exception as error:
-                if not is_lost(error):
-                    raise
-                self.lose(chosen)
-            finally:
-                self._load[chosen] -= len(seeds)
-                self._tell()
-
-    def _choose(self, min_step: int) -> int:
-        able = [replica for replica in self._generators if self._pinned.get(replica, min_step) >= min_step]
-        return min(able or self._generators, key=self._load.__getitem__)
-
-    def _tell(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
 
 
 def episode_seed(run_seed: int, purpose: str, ordinal: int, attempt: int, index: int, turn: int = 0) -> int:
     """A sampling seed of its own for every turn of every episode: 63 bits of a hash, the same on every machine."""
     name = f"{run_seed}/{purpose}/{ordinal}/{attempt}/{index}" + (f"/{turn}" if turn else "")
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
-
-
-async def together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all at once. The first failure ends the others and is raised as it is."""
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for one in work:
-                tasks.create_task(one)
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
 
 
 class RolloutWorker(Actor):
@@ -171,7 +100,8 @@ class RolloutWorker(Actor):
         self._records = Records(metrics, self.name)
         self._renderer = Renderer.of(config.model)
         self._task = load_task(config.task, config.task_args, config.seed)
-        self._routes = Routes(generators)
+        self._generators = Routes(generators)
+        self._streams = Streams(self._generators, self.name, config.generator.burst_tokens)
         self._asked = [0] * len(scorers)
         self._sampling = Sampling.of(config.generator, self._renderer.stop_ids)
 
@@ -191,22 +121,22 @@ class RolloutWorker(Actor):
     @concurrent_endpoint
     async def add_generator(self, replica: int, generator: Generator) -> None:
         """Requests may go there from now on."""
-        self._routes.add(replica, generator)
+        self._generators.add(replica, generator)
 
     @concurrent_endpoint
     async def lose_generator(self, replica: int) -> None:
         """It is gone; what it was asked is asked of others."""
-        self._routes.lose(replica)
+        self._generators.lose(replica)
 
     @concurrent_endpoint
     async def pin_generator(self, replica: int, step: int | None) -> None:
         """It keeps to the weights of `step`; None: to the newest."""
-        self._routes.pin(replica, step)
+        self._generators.pin(replica, step)
 
     @concurrent_endpoint
     async def drain_generator(self, replica: int) -> None:
         """No request goes there any more; answers when the last one has come back."""
-        await self._routes.drain(replica)
+        await self._generators.drain(replica)
 
     @concurrent_endpoint
     async def evaluate(
@@ -270,7 +200,8 @@ class RolloutWorker(Actor):
         start_ns = time.time_ns()
         ids = self._render(prompt)
         seeds = [partial(episode_seed, self._config.seed, work.split, prompt.ordinal, work.attempt, index) for index in range(episodes)]
-        generations = await self._routes.generate(ids, work.sampling, [seed() for seed in seeds], work.min_step, work.replica)
+        first = [seed() for seed in seeds]
+        generations = await self._streams.generate(ids, work.sampling, first, work.min_version, work.replica)
         rolled = [Trajectory(ids) for _ in seeds]
         for trajectory, generation in zip(rolled, generations, strict=True):
             self._append(trajectory, generation)
@@ -304,7 +235,7 @@ class RolloutWorker(Actor):
             told = self._renderer.continuation(content, after=trajectory.last_id)
             sampling, seeds = replace(work.sampling, max_new_tokens=left), [seed(turn=len(trajectory.turns))]
             try:
-                (generation,) = await self._routes.generate(trajectory.ids + told, sampling, seeds, work.min_step, trajectory.replica)
+                (generation,) = await self._streams.generate(trajectory.ids + told, sampling, seeds, work.min_version, trajectory.replica)
             except ActorError as error:
                 if not isinstance(error.exception, PromptTooLong):
                     raise

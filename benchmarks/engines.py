@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from monarch.actor import Actor, concurrent_endpoint
 
 from actors.generator import Generator
+from actors.streams import Streams
+from monarch_rl.routes import Routes
 from monarch_rl.types import Sampling, Version
 
 if TYPE_CHECKING:
@@ -76,8 +78,9 @@ class ReadyGenerator(Generator):
 class Caller(Actor):
     """Asks as a rollout worker does: one message per group, many groups at once."""
 
-    def __init__(self, generator: ReadyGenerator) -> None:
+    def __init__(self, generator: ReadyGenerator, burst_tokens: int) -> None:
         self._generator = generator
+        self._streams = Streams(Routes({0: generator}), "caller", burst_tokens)
 
     @concurrent_endpoint
     async def run(self, work: Work) -> Timing:
@@ -85,7 +88,7 @@ class Caller(Actor):
 
         async def group(ids: list[int], seeds: list[int]) -> int:
             async with places:
-                generations = await self._generator.generate.call_one(ids, work.sampling, seeds, 0)
+                generations = await self._streams.generate(ids, work.sampling, seeds, 0)
                 return sum(len(generation.ids_T) for generation in generations)
 
         before, start = await self._generator.usage.call_one(), time.perf_counter()

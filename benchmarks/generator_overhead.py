@@ -95,7 +95,7 @@ async def actor(config: Config) -> AsyncIterator[Callable[[Work], Any]]:
     meshes = {name: local.spawn(host, Processes(name, dim, 1), environment) for name, dim in names.items()}
     metrics: Any = meshes["metrics"].spawn("metrics", Metrics)
     generator: Any = meshes["generator"].spawn("generator", ReadyGenerator, config, 0, metrics)
-    caller: Any = meshes["rollout"].spawn("caller", Caller, generator)
+    caller: Any = meshes["rollout"].spawn("caller", Caller, generator, config.generator.burst_tokens)
     try:
         await generator.start.call_one()
         await generator.load.call_one(model)

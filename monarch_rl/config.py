@@ -253,6 +253,7 @@ LEAST = {
     "epochs": 0,
     "generator.max_restarts": 0,
     "trainer.max_restarts": 0,
+    "generator.burst_tokens": 0,
     "generator.top_k": 0,
     "buffer.max_age": 0,
     "trainer.warmup_steps": 0,

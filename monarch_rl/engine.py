@@ -17,8 +17,9 @@ from itertools import count
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from monarch_rl.engine_bursts import Burst, Bursts, Call, Request
 from monarch_rl.engine_channels import Recorded
-from monarch_rl.engine_requests import count_tokens, generation_of, request_parameters
+from monarch_rl.engine_requests import count_tokens, generation_of, go_on, request_parameters
 from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, salt_anew, tensor_shapes, unpack
 from monarch_rl.generator_config import COLDEST
 from monarch_rl.observe import timeline
@@ -61,15 +62,6 @@ class EngineStats:
     """Spent writing weights, when nothing is decoded."""
 
 
-class _Call:
-    """What one caller waits for: the outputs of its requests, in the order in which it named them."""
-
-    __slots__ = ("future", "missing", "outputs")
-
-    def __init__(self, future: asyncio.Future[list[Any]], requests: int) -> None:
-        self.future, self.missing, self.outputs = future, requests, [None] * requests
-
-
 class Engine:
     """One vLLM engine. All methods are to be called from the event loop that called `start`.
 
@@ -80,6 +72,7 @@ class Engine:
         keep_masks: generations have the channel `MASK`, even those that leave nothing out.
         keep_routing: generations of a mixture of experts have the channel `ROUTING`; their prefixes are never taken from the cache.
         stop_texts: requests may have `Sampling.stop`, for which vLLM loads the tokenizer.
+        burst_tokens: tokens after which a call that asks for it is told what its requests have sampled, again and again; 0: never.
     """
 
     def __init__(
@@ -93,6 +86,7 @@ class Engine:
         keep_masks: bool = False,
         keep_routing: bool = False,
         stop_texts: bool = False,
+        burst_tokens: int = 0,
     ) -> None:
         self._model_path, self._kv = model_path, kv
         switches = {"keep_masks": keep_masks, "keep_routing": keep_routing, "stop_texts": stop_texts}
@@ -106,7 +100,8 @@ class Engine:
         self._llm: Any = None
         self._recorded = Recorded(0)
         self._version: Version | None = None
-        self._requests: dict[str, tuple[_Call, int, str]] = {}
+        self._requests: dict[str, Request] = {}
+        self._bursts = Bursts(burst_tokens)
         self._results: list[tuple[asyncio.Future[Any], Any]] = []
         self._doing = "starting"
         self._tokens = self._steps = self._swaps = 0
@@ -140,9 +135,11 @@ class Engine:
         (generation,) = await self._generate(ids, sampling, {request_id or str(next(self._ids)): seed})
         return generation
 
-    async def generate_group(self, ids: Sequence[int], sampling: Sampling, seeds: Sequence[int]) -> list[Generation]:
-        """`generate` once per seed; costs less than as many calls."""
-        return await self._generate(ids, sampling, {str(next(self._ids)): seed for seed in seeds})
+    async def generate_group(
+        self, ids: Sequence[int], sampling: Sampling, seeds: Sequence[int], tell: Callable[[Burst], None] | None = None
+    ) -> list[Generation]:
+        """`generate` once per seed; costs less than as many calls. `tell` is told of bursts, on the event loop."""
+        return await self._generate(ids, sampling, {str(next(self._ids)): seed for seed in seeds}, tell)
 
     async def abort(self, request_id: str) -> None:
         """End a request; its `generate` returns what it has, with finish reason `abort`. An unknown or finished one is let be."""
@@ -192,13 +189,15 @@ class Engine:
         if self._failure is not None:
             raise EngineError(str(self._failure)) from self._failure.__cause__
 
-    async def _generate(self, ids: Sequence[int], sampling: Sampling, seeds: dict[str, int]) -> list[Generation]:
+    async def _generate(
+        self, ids: Sequence[int], sampling: Sampling, seeds: dict[str, int], tell: Callable[[Burst], None] | None = None
+    ) -> list[Generation]:
         """One request per name and seed."""
         self._check()
         if self._version is None:
             raise EngineError("the engine holds no weights yet: nothing can be generated before the first swap")
         room = self._room(ids, sampling)  # before the promise: one that nobody awaits would be heard of when the engine closes
-        call = _Call(self._promise(), len(seeds))
+        call = Call(self._promise(), len(seeds), tell)
         self._jobs.put(partial(self._admit, call, seeds, list(ids), sampling, room))
         try:
             return [generation_of(output, self._recorded) for output in await call.future]
@@ -300,18 +299,19 @@ class Engine:
         self._doing = "decoding"
         start = time.perf_counter()
         for output in self._llm.step():
-            call, index, _ = self._requests.pop(output.request_id)
-            self._finish(call, index, output)
+            self._finish(self._requests.pop(output.request_id), output)
         self._steps += 1
+        for call in self._bursts.due(self._steps):
+            if call.tell and (burst := call.burst(self._recorded)):
+                self._tell(call.tell, burst)
         self._busy_s += time.perf_counter() - start
 
-    def _finish(self, call: _Call, index: int, output: Any) -> None:
-        call.outputs[index] = output
-        call.missing -= 1
-        if not call.missing:
-            self._results.append((call.future, call.outputs))
+    def _finish(self, request: Request, output: Any) -> None:
+        call = request.call
+        if call.finish(request.index, output):
+            self._results.append((call.future, [call.outputs[index] for index in range(len(call.outputs))]))
 
-    def _admit(self, call: _Call, seeds: dict[str, int], ids: list[int], sampling: Sampling, room: int) -> None:
+    def _admit(self, call: Call, seeds: dict[str, int], ids: list[int], sampling: Sampling, room: int) -> None:
         from vllm.inputs.engine import tokens_input
 
         taken = next((name for name in seeds if name in self._requests), None)
@@ -322,11 +322,11 @@ class Engine:
         # The salt keeps a prefix that other weights computed from being found in the cache.
         prompt = tokens_input(ids, cache_salt=str(self._version))
         for index, (name, seed) in enumerate(seeds.items()):
-            self._requests[name] = (
-                call,
-                index,
-                self._llm.add_request(name, prompt, request_parameters(sampling, seed, room, self._recorded)),
-            )
+            internal = self._llm.add_request(name, prompt, request_parameters(sampling, seed, room, self._recorded))
+            state = self._llm.output_processor.request_states[internal]
+            go_on(self._llm, state, sampling)
+            self._requests[name] = call.running[index] = Request(call, index, state)
+        self._bursts.expect(call, self._steps)
 
     def _abandon(self, names: Iterable[str]) -> None:
         for name in names:
@@ -338,12 +338,11 @@ class Engine:
         if name not in self._requests:
             return
         self._doing = "aborting a request"
-        call, index, internal = self._requests.pop(name)
+        request = self._requests.pop(name)
         # vLLM returns nothing for an aborted request, so what it sampled is taken first.
-        state = self._llm.output_processor.request_states[internal]
-        output = state.make_request_output([], None, FinishReason.ABORT, None)
-        self._llm.abort_request([internal], internal=True)
-        self._finish(call, index, output)
+        output = request.state.make_request_output([], None, FinishReason.ABORT, None)
+        self._llm.abort_request([request.state.request_id], internal=True)
+        self._finish(request, output)
 
     def _swap(self, write: Callable[[list[Tensor]], None], version: Version, compare: Callable[[list[Tensor]], None] | None) -> float:
         import torch

@@ -6,6 +6,7 @@ request) but nothing that fills it; two hooks around one decode step do.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -42,24 +43,30 @@ class Recorded:
     experts: Experts | None = None
     """Where routing is recorded."""
 
-    def channels(self, prompt_tokens: int, completion: Any) -> dict[str, Rows]:
-        """Those of a finished or aborted request."""
+    def channels(
+        self, before: int, tokens: int, masks: Sequence[list[int]], experts: NDArray[Any] | None, read: int = 0
+    ) -> dict[str, Rows]:
+        """Those of `tokens` sampled tokens that come after `before` others.
+
+        Args:
+            masks: the ids that were left to draw from, of each token.
+            experts: of the tokens from `read` on, as far as the model has read them.
+        """
         channels = {}
         if self.masks:
-            channels[MASK] = self._mask(prompt_tokens, completion.sampling_mask, len(completion.token_ids))
+            channels[MASK] = self._mask(before, tokens, masks)
         if self.experts:
-            rows = completion.routed_experts
             none = np.zeros((0, self.experts.layers, self.experts.per_token), self.experts.dtype)
-            channels[ROUTING] = Rows(none if rows is None else rows)
+            channels[ROUTING] = Rows(none if experts is None else experts, start=read)
         return channels
 
-    def _mask(self, prompt_tokens: int, mask: Any, tokens: int) -> Rows:
-        """Rows of all ids become empty ones; there are such on CUDA. Without a token there is no mask either."""
-        rows = [[] if len(row) == self.vocabulary else row for row in mask.token_ids] if mask else []
+    def _mask(self, before: int, tokens: int, masks: Sequence[list[int]]) -> Rows:
+        """Rows of all ids become empty ones; there are such on CUDA."""
+        rows = [[] if len(row) == self.vocabulary else row for row in masks]
         if len(rows) != tokens:
             raise RuntimeError(f"vLLM gave the sampling masks of {len(rows)} tokens with {tokens} tokens")
         values = np.fromiter(chain.from_iterable(rows), np.int32)
-        return Rows(values, row_offsets(np.array([len(row) for row in rows])), prompt_tokens)
+        return Rows(values, row_offsets(np.array([len(row) for row in rows])), before)
 
 
 def record_masks(llm: Any) -> None:

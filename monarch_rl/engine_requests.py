@@ -52,8 +52,20 @@ def generation_of(output: Any, recorded: Recorded) -> Generation:
         logprobs_T=np.array(completion.logprobs.logprobs, np.float32),
         versions_T=versions_T,
         finish_reason=completion.finish_reason,
-        channels=recorded.channels(len(output.prompt_token_ids), completion),
+        channels=recorded.channels(
+            len(output.prompt_token_ids),
+            len(completion.token_ids),
+            completion.sampling_mask.token_ids if completion.sampling_mask else [],
+            completion.routed_experts,
+        ),
     )
+
+
+def go_on(llm: Any, state: Any, sampling: Sampling) -> None:
+    """Let a text that ends the turn begin in what was sampled before this request: vLLM looks for it in the text so far."""
+    if sampling.begun and sampling.stop:
+        begun = state.prompt_token_ids[-sampling.begun :]
+        state.detokenizer.output_text = llm.output_processor.tokenizer.decode(begun, skip_special_tokens=False)
 
 
 def count_tokens(llm: Any, add: Callable[[int], None]) -> None:

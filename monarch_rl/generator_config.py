@@ -23,6 +23,9 @@ class GeneratorConfig:
     """replicas that may be lost and replaced in a run; the next one that is lost ends it"""
     hang_s: float = 120.0
     """a replica that has something to decode and takes no step for so long is lost"""
+    burst_tokens: int = 64
+    """episodes that are longer are told to their rollout worker so many tokens at a time; when a replica is lost, they go on from there
+    on another. 0 means never: they begin anew"""
     group_size: int = 8
     """episodes per prompt"""
     temperature: float = 1.0

@@ -116,11 +116,11 @@ class Replicas:
         await answer(self.live[number].pull.call_one(publishers, slots, newest), f"generator {number} (pull)", LEAVE_DEADLINE_S)
 
     @contextlib.asynccontextmanager
-    async def pinned(self, min_step: int) -> AsyncIterator[int]:
-        """A replica that keeps the weights which it holds, at least those of `min_step`, while the body runs. Rollouts that need newer
+    async def pinned(self, min_version: int) -> AsyncIterator[int]:
+        """A replica that keeps the weights which it holds, at least those of `min_version`, while the body runs. Rollouts that need newer
         ones go to others, or wait where there are none."""
         async with self._pinning:
-            number, step = await self._pin(min_step)
+            number, step = await self._pin(min_version)
             try:
                 await answer(self._rollouts.pin_generator.call(number, step), "rollout workers (pin)", TELL_DEADLINE_S)
                 yield number
@@ -150,12 +150,12 @@ class Replicas:
             if not is_lost(error):  # `_tend` hears of it too, and sees to it
                 raise
 
-    async def _pin(self, min_step: int) -> tuple[int, int]:
+    async def _pin(self, min_version: int) -> tuple[int, int]:
         """The number of a replica, and the step that it keeps to. One that is lost before it answers is replaced meanwhile."""
         while True:
             number = min(self.live)
             try:
-                return number, await answer(self.live[number].pin.call_one(min_step), f"generator {number} (pin)", START_DEADLINE_S)
+                return number, await answer(self.live[number].pin.call_one(min_version), f"generator {number} (pin)", START_DEADLINE_S)
             except Exception as error:
                 if not is_lost(error):
                     raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -47,6 +48,16 @@ async def ended(waited: asyncio.Future[Any]) -> None:
     """Wait for what is not to be cancelled with its waiter, and may fail when nobody waits any more."""
     waited.add_done_callback(lambda done: done.cancelled() or done.exception())
     await asyncio.shield(waited)
+
+
+async def together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """Run all at once. The first failure ends the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for one in work:
+                tasks.create_task(one)
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
 
 
 def root(error: BaseException) -> BaseException:

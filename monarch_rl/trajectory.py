@@ -88,8 +88,24 @@ class Trajectory:
         return {name: joined([channels[name] for channels in sampled], tokens) for name in sorted(names)}
 
 
-def joined(pieces: Sequence[Rows], tokens: int) -> Rows:
-    """A channel with one row for each token of a sequence, from pieces in the order in which they were recorded.
+def spliced(pieces: Sequence[Generation]) -> Generation:
+    """One generation, from the parts of it in order; the last says how it ended."""
+    first, last = pieces[0], pieces[-1]
+    if len(pieces) == 1:
+        return first
+    channels = {name: [piece.channels[name] for piece in pieces] for name in first.channels}
+    return Generation(
+        ids_T=np.concatenate([piece.ids_T for piece in pieces]),
+        logprobs_T=np.concatenate([piece.logprobs_T for piece in pieces]),
+        versions_T=np.concatenate([piece.versions_T for piece in pieces]),
+        finish_reason=last.finish_reason,
+        replica=last.replica,
+        channels={name: joined(rows, max(row.end for row in rows), rows[0].start) for name, rows in channels.items()},
+    )
+
+
+def joined(pieces: Sequence[Rows], tokens: int, start: int = 0) -> Rows:
+    """A channel with one row for each token of a sequence from `start` on, from pieces in the order in which they were recorded.
 
     Where pieces overlap (a later turn reads all tokens again), the earlier row is the one that sampled and counts. Tokens without a
     row get an empty one, where rows are ragged. Where they are of fixed width only the last token can lack one, which no model has
@@ -99,7 +115,7 @@ def joined(pieces: Sequence[Rows], tokens: int) -> Rows:
         ValueError: the rows of another token are missing, or there are more rows than tokens.
     """
     parts: list[Rows] = []
-    end = 0
+    end = start
     for piece in pieces:
         parts.append(piece.after(end))
         if piece.offsets is None and parts[-1].start > end:
@@ -109,8 +125,8 @@ def joined(pieces: Sequence[Rows], tokens: int) -> Rows:
         raise ValueError(f"a channel has rows for {end} of {tokens} tokens")
     values = np.concatenate([part.values for part in parts])
     if parts[0].offsets is None:
-        return Rows(np.concatenate([values, np.zeros((tokens - end, *values.shape[1:]), values.dtype)]))
-    lengths_T = np.zeros(tokens, np.int32)
+        return Rows(np.concatenate([values, np.zeros((tokens - end, *values.shape[1:]), values.dtype)]), None, start)
+    lengths_T = np.zeros(tokens - start, np.int32)
     for part in parts:
-        lengths_T[part.start : part.end] = 0 if part.offsets is None else np.diff(part.offsets)
-    return Rows(values, row_offsets(lengths_T))
+        lengths_T[part.start - start : part.end - start] = 0 if part.offsets is None else np.diff(part.offsets)
+    return Rows(values, row_offsets(lengths_T), start)

@@ -77,6 +77,8 @@ class Sampling:
     """0: off."""
     top_p: float = 1.0
     min_p: float = 0.0
+    begun: int = 0
+    """How many ids at the end of the prompt were sampled before, as the beginning of this turn: a text of `stop` may begin in them."""
 
     @classmethod
     def of(cls, generator: GeneratorConfig, stop_ids: tuple[int, ...] = ()) -> Sampling:
@@ -153,6 +155,7 @@ class Generation(_Compact):
     """`Version.pack()` of the weights that sampled each token."""
     finish_reason: FinishReason
     replica: int = 0
+    """That sampled the last token."""
     channels: dict[str, Rows] = field(default_factory=dict)
     """By name. `start` counts from the first token of the prompt, so that rows can belong to the prompt too."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from monarch_rl.engine import Engine
-from monarch_rl.types import Generation, Sampling, Version
+from monarch_rl.models import PolicyModel, on_device
+from monarch_rl.packing import collate
+from monarch_rl.trajectory import Trajectory
+from monarch_rl.types import Episode, Generation, Sampling, Version
 from monarch_rl.weights.plan import LoadPlan, apply, layout, region_bytes, shard_rows, stage
 
 RANKS = 3
@@ -98,3 +101,25 @@ async def held_after(engine: Engine, more: int) -> AsyncIterator[None]:
     finally:
         engine._llm.step = step
         go_on.set()
+
+
+def episodes_of(prompts: Sequence[list[int]], generations: Sequence[Generation], temperature: float) -> list[Episode]:
+    made = []
+    for prompt, generation in zip(prompts, generations, strict=True):
+        trajectory = Trajectory(prompt)
+        trajectory.append_sampled(generation, "")
+        made.append(trajectory.episode("", temperature))
+        made[-1].reward = 1.0
+    return made
+
+
+@torch.no_grad()
+def gaps(system: System, episodes: Sequence[Episode], but: Sequence[str] = ()) -> Tensor:
+    """[tokens] |Δ log-probability|, engine against the trainer's forward pass without some of the channels."""
+    batch = collate(episodes)
+    channels = {name: channel for name, channel in batch.channels.items() if name not in but}
+    model = PolicyModel(system.model, logprob_chunk=64)
+    arrays = (batch.inputs_BT, batch.positions_N, batch.targets_N, batch.temperatures_N)
+    logprobs_N, _ = model(*map(torch.from_numpy, arrays), on_device(channels, torch.device("cpu")))
+    model.replay.use(None)  # other tests ask the model what it would choose
+    return (logprobs_N - torch.from_numpy(batch.logprobs_N)).abs()

@@ -20,7 +20,9 @@ class ScriptedGenerator(Actor):
         self._asked: list[tuple[list[int], Sampling, list[int], int]] = []
 
     @concurrent_endpoint
-    async def generate(self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int) -> list[Generation]:
+    async def generate(
+        self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int, stream: tuple[str, int] | None = None
+    ) -> list[Generation]:
         self._asked.append((ids, sampling, seeds, min_step))
         replies = self._script[self._renderer.decode(ids)]
         if replies == "too long":

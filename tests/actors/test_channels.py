@@ -4,59 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from torch import Tensor
 from transformers import OlmoeConfig
 
 from monarch_rl.engine import Engine, EngineError
-from monarch_rl.models import PolicyModel, on_device
+from monarch_rl.engine_bursts import Burst
 from monarch_rl.packing import collate
 from monarch_rl.tasks.tiny import tiny_path
-from monarch_rl.trajectory import Trajectory
-from monarch_rl.types import MASK, ROUTING, Episode, Generation, Sampling
-from tests.engines import System, held_after, started
+from monarch_rl.trajectory import Trajectory, spliced
+from monarch_rl.types import MASK, ROUTING, Sampling
+from tests.engines import System, episodes_of, gaps, held_after, started
 from tests.random_models import VOCABULARY, write_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 TOKENS = 40
+BURST = 16
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=["tiny", "qwen3_moe"])
 async def system(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[System]:
     path = tiny_path() if request.param == "tiny" else write_model(tmp_path_factory.mktemp("model") / request.param, request.param)
-    system = await started(path, keep_masks=True, keep_routing=True)
+    system = await started(path, keep_masks=True, keep_routing=True, burst_tokens=BURST)
     await system.publish()
     yield system
     await system.engine.close()
-
-
-def episodes_of(prompts: Sequence[list[int]], generations: Sequence[Generation], temperature: float) -> list[Episode]:
-    made = []
-    for prompt, generation in zip(prompts, generations, strict=True):
-        trajectory = Trajectory(prompt)
-        trajectory.append_sampled(generation, "")
-        made.append(trajectory.episode("", temperature))
-        made[-1].reward = 1.0
-    return made
-
-
-@torch.no_grad()
-def gaps(system: System, episodes: Sequence[Episode], but: Sequence[str] = ()) -> Tensor:
-    """[tokens] |Δ log-probability|, engine against the trainer's forward pass without some of the channels."""
-    batch = collate(episodes)
-    channels = {name: channel for name, channel in batch.channels.items() if name not in but}
-    model = PolicyModel(system.model, logprob_chunk=64)
-    arrays = (batch.inputs_BT, batch.positions_N, batch.targets_N, batch.temperatures_N)
-    logprobs_N, _ = model(*map(torch.from_numpy, arrays), on_device(channels, torch.device("cpu")))
-    model.replay.use(None)  # other tests ask the model what it would choose
-    return (logprobs_N - torch.from_numpy(batch.logprobs_N)).abs()
 
 
 CASES = [
@@ -144,6 +122,37 @@ async def test_turns_and_what_is_continued_after_an_abort(system: System) -> Non
     assert {len(channel) for channel in episode.channels.values()} == {len(episode.ids_T)}
     assert 2 * TOKENS < episode.sampled_tokens < 3 * TOKENS
     assert gaps(system, [episode]).max() <= 1e-4
+
+
+async def test_bursts_are_the_beginning_of_what_is_answered(system: System) -> None:
+    """Everything that travels with tokens does so in bursts too, over a swap; requests that end before the first have none."""
+    sampling = Sampling(2 * TOKENS, 0.7, top_p=0.9, top_k=12)
+    prompt, bursts = [5, 6, 7], list[Burst]()
+    old_version = system.engine.version
+    asked = asyncio.ensure_future(system.engine.generate_group(prompt, sampling, [1, 2], bursts.append))
+    async with held_after(system.engine, 2 * 20):
+        swap = asyncio.ensure_future(system.publish())
+    await swap
+    generations = await asked
+    assert [[(index, len(piece.ids_T)) for index, piece in burst] for burst in bursts] == [[(0, BURST), (1, BURST)]] * 4
+    for index, generation in enumerate(generations):
+        pieces = [burst[index][1] for burst in bursts]
+        begun = spliced(pieces)
+        assert begun.finish_reason == "abort"
+        assert old_version is not None
+        assert {old_version.pack(), system.engine.version.pack()} == set(begun.versions_T.tolist())
+        for name in ("ids_T", "logprobs_T", "versions_T"):
+            assert getattr(begun, name).tolist() == getattr(generation, name)[: 4 * BURST].tolist()
+        assert begun.channels.keys() == generation.channels.keys()
+        for name, rows in begun.channels.items():
+            whole = generation.channels[name]
+            assert (rows.start, rows.end) == (whole.start, len(prompt) + 4 * BURST - (name == ROUTING))
+            assert rows.values.tolist() == whole.values[: len(rows.values)].tolist()
+            assert rows.offsets is None or rows.offsets.tolist() == whole.offsets[: len(rows.offsets)].tolist()
+    bursts.clear()
+    await system.engine.generate_group(prompt, Sampling(BURST), [1, 2], bursts.append)
+    await system.engine.abort("nothing: only returns when the engine has passed this point")
+    assert not bursts
 
 
 def told_between(trajectory: Trajectory, told: list[int]) -> Trajectory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -60,6 +61,21 @@ async def test_a_stop_text_keeps_the_ids_up_to_the_one_that_completes_it(system:
         assert stopped.ids_T.tolist() == ids[:end]
         assert stopped.finish_reason == "stop"
         check(system, prompt, stopped)
+
+
+async def test_a_stop_text_may_begin_in_what_was_sampled_before(system: System) -> None:
+    """An episode that goes on after the loss of its replica: the text is cut in two by the joint."""
+    prompt, width = [1, 2, 3], 3
+    (free,) = await system.generate([prompt], Sampling(40, 0.0))
+    ids = free.ids_T.tolist()
+    text = text_of(ids)
+    end = next(n for n in range(width, 40) if text.find(text_of(ids[n - width : n])) == len(text_of(ids[: n - width])) and n > 5)
+    wanted, joint = text_of(ids[end - width : end]), end - 1
+    rest = Sampling(40 - joint, 0.0, stop=(wanted,))
+    (continued,) = await system.generate([[*prompt, *ids[:joint]]], replace(rest, begun=joint))
+    assert (continued.ids_T.tolist(), continued.finish_reason) == ([ids[joint]], "stop")
+    (anew,) = await system.generate([[*prompt, *ids[:joint]]], rest)
+    assert len(anew.ids_T) > 1, "else the text would end all the same"
 
 
 async def test_a_stop_text_that_ends_with_the_budget_is_a_stop(system: System) -> None:

@@ -20,7 +20,7 @@ from monarch_rl.algorithms.logprobs import Kept, token_logprobs
 from monarch_rl.engine_setup import EngineError, experts_to_keep
 from monarch_rl.models import PolicyModel, on_device
 from monarch_rl.packing import collate
-from monarch_rl.trajectory import Trajectory, joined
+from monarch_rl.trajectory import Trajectory, joined, spliced
 from monarch_rl.types import MASK, ROUTING, Episode, Generation, Rows, row_offsets
 from tests.random_models import SHAPES, write_model
 
@@ -103,6 +103,17 @@ def test_joining_pieces_is_looking_each_token_up(turns: list[tuple[int, int]], d
 def test_rows_that_are_missing_or_too_many_are_refused(pieces: list[Rows], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         joined(pieces, 4)
+
+
+def test_parts_of_a_generation_become_one() -> None:
+    """What goes on elsewhere reads the first part again: each token keeps the experts that sampled it."""
+    first, more = generation(2, [3, 4], [[3, 9], [4]], seen=3), generation(4, [5, 6], [[], [6, 8]], seen=5, mark=10)
+    whole = spliced([first, more])
+    assert (whole.ids_T.tolist(), whole.finish_reason) == ([3, 4, 5, 6], "stop")
+    assert (lists(whole.channels[MASK]), whole.channels[MASK].start) == ([[3, 9], [4], [], [6, 8]], 2)
+    assert whole.channels[ROUTING].values[:, 0, 0].tolist() == [0, 1, 2, 13, 14]
+    later = spliced([generation(4, [5], [[5]], seen=5), generation(5, [6], [[6]], seen=6)])
+    assert (lists(later.channels[MASK]), later.channels[MASK].start) == ([[5], [6]], 4)
 
 
 def test_a_channel_of_some_turns_only_is_refused() -> None:

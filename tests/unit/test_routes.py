@@ -1,37 +1,37 @@
-"""Which generator a request goes to, and what becomes of it when that one is lost."""
+"""Which of several actors is asked, and what becomes of a request when that one is lost."""
 
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from actors.rollout import Routes
 from monarch_rl.engine_setup import EngineError
-from monarch_rl.types import Sampling
+from monarch_rl.routes import Routes
 
-ASK = ([1, 2], Sampling(4), [7, 8], 0)
+LOAD = 2
 
 
 class Replica:
-    """Where a generator's actor is asked: counts, and waits until it may answer or is lost."""
+    """Counts what it is asked, and waits until it may answer or is lost."""
 
     def __init__(self, name: str, error: Exception | None = None) -> None:
         self.name, self.error, self.asked = name, error, 0
         self.may_answer = asyncio.Event()
-        self.generate: Any = SimpleNamespace(call_one=self._generate)
 
-    async def _generate(self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int) -> list[str]:
+    async def name_of(self) -> str:
         self.asked += 1
         await self.may_answer.wait()
         if self.error is not None:
             raise self.error
-        return [self.name] * len(seeds)
+        return self.name
 
 
-def replicas(*errors: Exception | None) -> dict[int, Any]:
+async def ask(routes: Routes[Replica], preferred: int | None = None, step: int = 0) -> str:
+    return await routes.ask(Replica.name_of, LOAD, preferred, step)
+
+
+def replicas(*errors: Exception | None) -> dict[int, Replica]:
     return {number: Replica(str(number), error) for number, error in enumerate(errors)}
 
 
@@ -43,28 +43,28 @@ async def settle() -> None:
 async def test_what_a_lost_replica_was_asked_is_asked_of_another() -> None:
     live = replicas(EngineError("the engine failed while decoding"), None)
     routes = Routes(live)
-    asked = [asyncio.create_task(routes.generate(*ASK)) for _ in range(4)]
+    asked = [asyncio.create_task(ask(routes)) for _ in range(4)]
     await settle()
     assert (live[0].asked, live[1].asked) == (2, 2)
     for replica in live.values():
         replica.may_answer.set()
-    assert await asyncio.gather(*asked) == [["1", "1"]] * 4
+    assert await asyncio.gather(*asked) == ["1"] * 4
     assert (live[0].asked, live[1].asked) == (2, 4)
-    assert await routes.generate(*ASK, replica=0) == ["1", "1"], "an episode that it had begun goes on elsewhere"
+    assert await ask(routes, preferred=0) == "1", "an episode that it had begun goes on elsewhere"
 
 
 async def test_when_none_is_left_a_replacement_is_waited_for() -> None:
     live = replicas(EngineError("the engine failed"))
     live[0].may_answer.set()
     routes = Routes(live)
-    asked = asyncio.create_task(routes.generate(*ASK))
+    asked = asyncio.create_task(ask(routes))
     await settle()
     assert live[0].asked == 1
     assert not asked.done()
-    new: Any = Replica("1")
+    new = Replica("1")
     new.may_answer.set()
     routes.add(1, new)
-    assert await asked == ["1", "1"]
+    assert await asked == "1"
 
 
 async def test_other_errors_are_the_callers() -> None:
@@ -72,14 +72,14 @@ async def test_other_errors_are_the_callers() -> None:
     live[0].may_answer.set()
     routes = Routes(live)
     with pytest.raises(ValueError, match="temperature"):
-        await routes.generate(*ASK)
+        await ask(routes)
     assert live[1].asked == 0
 
 
 async def test_a_drained_replica_gives_back_what_it_has() -> None:
     live = replicas(None, None)
     routes = Routes(live)
-    asked = asyncio.create_task(routes.generate(*ASK))
+    asked = asyncio.create_task(ask(routes))
     await settle()
     drained = asyncio.create_task(routes.drain(0))
     await settle()
@@ -87,7 +87,7 @@ async def test_a_drained_replica_gives_back_what_it_has() -> None:
     live[0].may_answer.set()
     await asyncio.gather(asked, drained)
     live[1].may_answer.set()
-    assert await routes.generate(*ASK) == ["1", "1"]
+    assert await ask(routes) == "1"
     await routes.drain(1)
 
 
@@ -98,12 +98,11 @@ async def test_what_needs_newer_weights_is_not_sent_to_a_pinned_replica() -> Non
         replica.may_answer.set()
     routes = Routes(live)
     routes.pin(0, 3)
-    ids, sampling, seeds, _ = ASK
-    assert [await routes.generate(ids, sampling, seeds, 4) for _ in range(3)] == [["1", "1"]] * 3
-    assert await routes.generate(ids, sampling, seeds, 3) == ["0", "0"]
-    assert await routes.generate(ids, sampling, seeds, 4, replica=0) == ["0", "0"], "an episode that it had begun"
+    assert [await ask(routes, step=4) for _ in range(3)] == ["1"] * 3
+    assert await ask(routes, step=3) == "0"
+    assert await ask(routes, preferred=0, step=4) == "0", "an episode that it had begun"
     routes.lose(1)
-    assert await routes.generate(ids, sampling, seeds, 4) == ["0", "0"]
+    assert await ask(routes, step=4) == "0"
     routes.add(1, live[1])
     routes.pin(0, None)
-    assert await routes.generate(ids, sampling, seeds, 4) == ["0", "0"]
+    assert await ask(routes, step=4) == "0"

@@ -1,0 +1,83 @@
+"""Who is asked, where several can answer: the one that has least to do, and another where that one is lost meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Generic, TypeVar
+
+from monarch_rl.engine_setup import is_lost
+
+A = TypeVar("A")
+T = TypeVar("T")
+
+
+class Routes(Generic[A]):
+    """Actors by number, and how much each has been asked that it has not answered."""
+
+    def __init__(self, actors: Mapping[int, A]) -> None:
+        self._actors = dict(actors)
+        self._load = Counter[int]()
+        self._pinned: dict[int, int] = {}  # to a step
+        self._changed = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def add(self, number: int, actor: A) -> None:
+        self._actors[number] = actor
+        self._tell()
+
+    def lose(self, number: int) -> None:
+        """Choose it no more."""
+        self._actors.pop(number, None)
+
+    def pin(self, number: int, step: int | None) -> None:
+        """It keeps to what it has of `step`, so that what needs newer had better go elsewhere; None: it keeps up again."""
+        self._pinned.pop(number, None)
+        if step is not None:
+            self._pinned[number] = step
+
+    async def drain(self, number: int) -> None:
+        """Choose it no more, and wait until nothing is left to come back from it."""
+        self.lose(number)
+        while self._load[number]:
+            await self._changed.wait()
+
+    async def ask(self, ask: Callable[[A], Awaitable[T]], load: int, preferred: int | None = None, step: int = 0) -> T:
+        """`once`, of one after another until one is not lost meanwhile."""
+        while True:
+            try:
+                return await self.once(ask, load, preferred, step)
+            except Exception as error:
+                if not is_lost(error):
+                    raise
+
+    async def once(self, ask: Callable[[A], Awaitable[T]], load: int, preferred: int | None = None, step: int = 0) -> T:
+        """What the one that has least to do answers, or `preferred` if it is still here; `load` is what this adds to it, and `step` what
+        it needs, see `pin`.
+
+        Where there is none, one is waited for. One that is lost meanwhile is asked no more, and the error is raised.
+        """
+        while not self._actors:
+            await self._changed.wait()
+        chosen = preferred if preferred in self._actors else self._choose(step)
+        self._load[chosen] += load
+        try:
+            return await ask(self._actors[chosen])
+        except Exception as error:
+            if is_lost(error):
+                self.lose(chosen)
+            raise
+        finally:
+            self._load[chosen] -= load
+            self._tell()
+
+    def _choose(self, step: int) -> int:
+        able = [number for number in self._actors if self._pinned.get(number, step) >= step]
+        return min(able or self._actors, key=self._load.__getitem__)
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
