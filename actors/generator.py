@@ -87,7 +87,7 @@ class Generator(Actor):
         """Sample one completion per seed, each as a request of its own.
 
         Waits until this replica holds at least `min_version`, a `Version.pack()` (the gate of the admission rule). `stream`: who was
-        introduced and shall be told meanwhile, every `generator.burst_tokens` tokens, what was sampled, and the number that this is to have.
+        introduced and shall be told every `generator.burst_tokens` tokens what was sampled meanwhile, and the number that this is to have.
         """
         await self._holds(min_version)
         if self._pulls.asleep:

@@ -540,22 +540,21 @@ async def test_the_trainers_go_back(make: Make, tmp_path: Path) -> None:
             assert await soon(buffer.snapshot.call_one(1)) == Progress(1, 2, {})
             await soon(buffer.covered.call_one(1))
     (late, prompt), (other, _) = await claim(buffer, 2)
-    lost = buffer.take.call_one(4, 0).as_asyncio()
+    assert (await soon(buffer.take.call_one(4, 0))).ordinals == [6, 7]
     assert (await soon(buffer.stats.call_one(3)))["buffer/uncovered_mb"] > 0
 
     await soon(buffer.go_back.call_one(1, 1))
     assert await soon(buffer.put.call_one(late, group(prompt, step=3))) is False
     await soon(buffer.fail.call_one(other, "its generator is gone"))
     await soon(buffer.trained.call_one(3))
-    await parked(lost)
-    shards = [await soon(buffer.take.call_one(step, 0, 1)) for step in (2, 3)]
-    assert [(shard.ordinals, shard.lineage) for shard in shards] == [([2, 3], 1), ([4, 5], 1)]
+    await parked(buffer.take.call_one(2, 0).as_asyncio())
+    shards = [await soon(buffer.take.call_one(step, 0, 1)) for step in (2, 3, 4)]
+    assert [(shard.ordinals, shard.lineage) for shard in shards] == [([2, 3], 1), ([4, 5], 1), ([6, 7], 1)]
     assert [(await soon(buffer.stats.call_one(step)))["age/max"] for step in (2, 3)] == [1, 1]
-    await soon(buffer.trained.call_one(3, 1))
     again = [lease for lease, _ in await claim(buffer, 2)]
     assert again == [Lease(late.ordinal, late.attempt, late.min_step, 1), Lease(other.ordinal, other.attempt, other.min_step, 1)]
     assert again[0].min_version == Version(1, late.min_step).pack()
     await soon(buffer.close.call_one())
     rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["ordinal"]) for row in rows] == [(1, 0), (1, 1), (2, 2), (2, 3), (3, 4), (3, 5)]
+    assert [(row["step"], row["ordinal"]) for row in rows] == [(1, 0), (1, 1), (2, 2), (2, 3), (3, 4), (3, 5), (4, 6), (4, 7)]
     assert [trained.lineage for step in (1, 2, 3) if (trained := read(tmp_path, step)) is not None] == [0, 1, 1]
