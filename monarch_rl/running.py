@@ -337,11 +337,10 @@ class Running:
             async with self._turn:  # what held it has heard of the loss
                 try:
                     await self._go_back(why)
+                    self._records.spans("trainer 0", [Span("restart", started_ns, time.time_ns(), {"version": str(self.version)})])
                 except Exception as error:
                     if not await self._trainers.are_lost(error):
                         raise
-                    continue
-            self._records.spans("trainer 0", [Span("restart", started_ns, time.time_ns(), {"version": str(self.version)})])
 
     async def _go_back(self, why: str) -> None:
         """Have new trainers go on from the last checkpoint, and all others with them."""
@@ -372,7 +371,6 @@ class Running:
             await asyncio.wait({renewed, self._keeper}, return_when=asyncio.FIRST_COMPLETED)
             if not renewed.done():
                 await self._kept()
-                raise error from None
 
     async def _ask_trainers(self, ask: Callable[[Any], Future[T]], what: str) -> T:
         """Of all ranks, between two steps; again where they were restarted meanwhile."""
