@@ -218,7 +218,7 @@ class Generator(Actor):
 
         await self._unpinned.wait()
         target = await reader.newer(self._engine.version)
-        before, start_ns = self._engine.stats().tokens, time.time_ns()
+        before, start_ns, started = self._engine.stats().tokens, time.time_ns(), time.perf_counter()
         try:
             await reader.pull(target)
         except RejectedPull:
@@ -228,7 +228,7 @@ class Generator(Actor):
             return
         if self._pinned:  # meanwhile; what is newest when that is over is pulled then
             return
-        pulled_ns = time.time_ns()
+        pulled_ns, self._pulls.pull_s = time.time_ns(), time.perf_counter() - started
         pause_s = await self._swap(puller, target.version)
         self._pulls.bytes_per_pull, self._pulls.deltas = puller.moved, puller.deltas
         self._swapped(target.version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - before)
@@ -258,7 +258,7 @@ class Generator(Actor):
         timeline.add(timeline.Span("swap", pulled_ns, time.time_ns(), {"version": str(version)}))
         pulls = self._pulls
         pulls.lineage, pulls.step = version
-        pulls.pull_s, pulls.pause_s = (pulled_ns - start_ns) / 1e9, pause_s
+        pulls.pause_s = pause_s
         pulls.pulled += 1
         pulls.tokens_during_pulls += tokens_meanwhile
         self._report()

@@ -74,10 +74,12 @@ def cause(error: BaseException) -> str:
 
 
 DEATH = re.compile(
-    r"(?P<actor>\w+)\{[^}]*?(?P<rank>\d+)/(?P<size>\d+)\}> (?:failed|and all its descendants have failed|has status):\s+(?P<why>.*)",
+    r"\b(?P<actor>\w+)\{[^}]{0,200}?(?P<rank>\d+)/(?P<size>\d+)\}> "
+    r"(?:failed|and all its descendants have failed|has status):\s+(?P<why>.*)",
     re.DOTALL,
 )
-"""Monarch's report of a dead actor, e.g. `actor <root>.<actors.trainer.Trainer trainer{'rank': 1/2}> failed: …`."""
+"""Monarch's report of a dead actor, in bounds that let any text be searched in a time that grows with its length alone;
+e.g. `actor <root>.<actors.trainer.Trainer trainer{'rank': 1/2}> failed: …`."""
 PROCESS_DIED = re.compile(r"the process this actor was running on ")
 LAST_WORDS = re.compile(r"^ *([A-Za-z_][\w.]*: .*|[A-Za-z_][\w.]*)$", re.MULTILINE)
 """Lines of an indented traceback that name an exception."""

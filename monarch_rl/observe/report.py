@@ -39,6 +39,8 @@ ROLLOUTS = 6
 """Samples of the best, and of the worst."""
 LATE_BYTES = 4_000_000
 """Samples are from so much of the end of rollouts.jsonl."""
+LONGEST = 20_000
+"""Characters of a prompt or completion that are shown."""
 STYLE = """
 :root { color-scheme: light dark }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 920px; margin: 2em auto; padding: 0 1em }
@@ -222,8 +224,13 @@ def _rollout(group: Row, episode: Row) -> str:
     asked = prompt if isinstance(prompt, str) else prompt[-1]["content"]
     reward = "unscorable" if episode["reward"] is None else f"{episode['reward']:g}"
     versions = "–".join(dict.fromkeys(episode["versions"]))
-    text = f"{escape(asked)} <b>{escape(str(episode.get('transcript', episode['completion'])))}</b>"
+    text = f"{_middle_out(asked)} <b>{_middle_out(str(episode.get('transcript', episode['completion'])))}</b>"
     return f"<tr><td>{group['step']}</td><td>{reward}</td><td>{versions}</td><td><code>{text}</code></td></tr>"
+
+
+def _middle_out(text: str) -> str:
+    """As HTML. Of a very long text the beginning and the end."""
+    return escape(text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}")
 
 
 def _configuration(path: Path) -> str:

@@ -135,7 +135,8 @@ class Trace:
         if track and (pid, track) not in self._tracks:
             self._tracks.add((pid, track))
             self._write({"ph": "M", "pid": pid, "tid": track, "name": "thread_name", "args": {"name": track_name}})
-        event = {"ph": "X", "pid": pid, "tid": track, "name": name, "ts": self._us(start_ns), "dur": round((end_ns - start_ns) / 1e3, 1)}
+        took_us = max(0.0, round((end_ns - start_ns) / 1e3, 1))  # whatever was done to the clock meanwhile
+        event = {"ph": "X", "pid": pid, "tid": track, "name": name, "ts": self._us(start_ns), "dur": took_us}
         self._write(event | ({"args": dict(args)} if args else {}), detail=name in DETAILS)
 
     def _count(self, lane: str, count: Count, at_ns: int) -> None:

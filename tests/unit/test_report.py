@@ -48,6 +48,15 @@ def test_a_report_shows_figures_curves_and_rollouts(tmp_path: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org/2000/svg", ""), "it needs no network"
 
 
+def test_very_long_texts_are_shown_by_their_ends(tmp_path: Path) -> None:
+    lines(tmp_path / "metrics.jsonl", {"step": 1, "wall_s": 5.0})
+    said = "<begin>" + 900_000 * "x" + "<end>"
+    lines(tmp_path / "rollouts.jsonl", {"step": 1, "prompt": said, "episodes": [episode(said, 1.0, "0.0")]})
+    page = write_report(tmp_path).read_text()
+    assert page.count("&lt;begin&gt;") == page.count("&lt;end&gt;") == 4
+    assert len(page) < 200_000
+
+
 def test_best_and_worst_are_of_different_prompts_and_from_the_end_of_the_run(tmp_path: Path) -> None:
     early = [{"step": 1, "prompt": "early", "episodes": [episode("x", 5.0, "0.0")]}] * 100
     late = [

@@ -141,3 +141,10 @@ def test_short_spans_one_after_another_are_told_as_one() -> None:
 
 def test_the_quickest_answer_says_how_far_a_clock_is_ahead() -> None:
     assert timeline.ahead_ns([(0, 1_000_900, 1_000), (5_000, 1_005_050, 5_100), (9_000, 1_009_300, 9_400)]) == 1_000_000
+
+
+def test_a_clock_that_was_set_back_makes_no_span_of_less_than_nothing(path: Path) -> None:
+    trace = Trace(path)
+    trace.add("trainer 0", [at(trace._start_ns, "train", 5, 2), at(trace._start_ns, "wait", 6, 7)])
+    trace.close()
+    check(written(path)["traceEvents"])
