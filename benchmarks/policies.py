@@ -312,7 +312,7 @@ def policies(P: int, S: int, windows: Iterable[int]) -> dict[str, Policy]:
     return named | {
         f"freshest first, window {middle}": Ours(P, S, middle, Ordered),
         f"by worth, window {middle}": Ours(P, S, middle, Prioritized),
-        "ours, trained twice where it lacks": Ours(P, S, 1, Reused),
+        f"trained twice where it lacks, window {middle}": Ours(P, S, middle, Reused),
         "strict FIFO": WindowedFifo(P, S),
         "windowed FIFO 0.3": WindowedFifo(P, S, 0.3),
         "capacity pacing, arrival order": Arrival(P, S, drop=False),

@@ -26,6 +26,7 @@ FEW = f"task={Path(__file__).parent / 'dataset_task.py'}:Few"
 SMALL = [
     *("recipe=grpo_qwen", "profile=cpu", FEW, "buffer.prompts_per_step=4", "eval.prompts=0", "trainer.warmup_steps=1"),
     *("console.rollouts_every=0", "buffer.dead_groups=keep", "generator.max_new_tokens=16", "generator.group_size=4", "trainer.lr=1e-3"),
+    "scorer.deadline_s=120",  # on a busy machine a reward that is late would make it another run
 ]
 DATA = [*SMALL, "epochs=1", "task_args.size=40", "task_args.slow=9", "task_args.pause_s=0.03", "checkpoint.every=1", "record=true"]
 

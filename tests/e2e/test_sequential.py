@@ -34,6 +34,7 @@ STEPS = 6
 KEYS = [
     *("recipe=grpo_qwen", "profile=cpu", "buffer.max_age=0", f"steps={STEPS}", "eval.prompts=0", "console.rollouts_every=0"),
     *("buffer.prompts_per_step=4", "generator.group_size=4", "generator.max_new_tokens=24", "trainer.lr=1e-3", "trainer.warmup_steps=1"),
+    "scorer.deadline_s=120",  # on a busy machine a reward that is late would make it another run
 ]
 
 
