@@ -27,21 +27,23 @@ class Metrics(Actor):
     def __init__(self) -> None:
         self._reports: dict[int, GeneratorReport] = {}
         self._came: dict[int, float] = {}
+        self._ended: set[int] = set()
         self._records: dict[str, list[Record]] = {}
         self._is_news = False
         self._waiting: Port[None] | None = None
 
     @endpoint
     async def report(self, report: GeneratorReport, records: list[Record]) -> None:
-        self._reports[report.replica] = report
+        self._reports[report.replica] = _at_its_end(report) if report.replica in self._ended else report
         self._came[report.replica] = time.monotonic()
         self._keep(f"generator {report.replica}", records)
 
     @endpoint
     async def ended(self, replica: int) -> None:
-        """It holds and does nothing any more; what it did stays in the sums."""
+        """It holds and does nothing any more; what it did stays in the sums. Its last report may come after this."""
+        self._ended.add(replica)
         if replica in self._reports:
-            self._reports[replica] = replace(self._reports[replica], ended=True, asleep=False)
+            self._reports[replica] = _at_its_end(self._reports[replica])
 
     @endpoint
     async def records(self, lane: str, records: list[Record]) -> None:
@@ -71,6 +73,10 @@ class Metrics(Actor):
         if self._is_news and self._waiting is not None:
             self._waiting.send(None)
             self._waiting = None
+
+
+def _at_its_end(report: GeneratorReport) -> GeneratorReport:
+    return replace(report, ended=True, asleep=False)
 
 
 class Records:

@@ -81,6 +81,7 @@ class ReplayBuffer(Actor):
         self._timer: asyncio.TimerHandle | None = None
         self._ended: str | None = None  # why nothing more will be given
         self._idle: deque[tuple[Port[tuple[Lease, Prompt] | None], str]] = deque()  # workers that wait for a prompt
+        self._gone: set[str] = set()  # workers that were lost
         self._takes: list[_Take] = []  # ranks that wait for a batch
         self._prompts: dict[int, Prompt] = {}  # made and without a group
         self._groups: dict[int, Group] = {group.ordinal: group for group in groups} if keep_groups else {}  # scored or taken
@@ -97,8 +98,9 @@ class ReplayBuffer(Actor):
     @endpoint(explicit_response_port=True)
     async def lease(self, port: Port[tuple[Lease, Prompt] | None], worker: str) -> None:
         """A prompt for `worker`, as soon as one may be started; None when the run is over, has failed or is closed."""
-        self._idle.append((port, worker))
-        self._pump()
+        if worker not in self._gone:
+            self._idle.append((port, worker))
+            self._pump()
 
     @endpoint
     async def put(self, lease: Lease, group: Group) -> bool:
@@ -139,9 +141,10 @@ class ReplayBuffer(Actor):
 
     @endpoint
     async def release(self, worker: str) -> None:
-        """A worker is gone: its prompts go back, and it gets no more."""
+        """A worker is gone: its prompts go back, and it gets no more, also where it was only stopped and wakes up."""
+        self._gone.add(worker)
         self._idle = deque((port, name) for port, name in self._idle if name != worker)
-        self._lost(self._ledger.release(worker), f"{worker} is gone")
+        self._lost(self._ledger.release(worker), f"{worker} is gone", told=True)
         self._pump()
 
     @endpoint(explicit_response_port=True)
@@ -360,9 +363,10 @@ class ReplayBuffer(Actor):
             self._barren.group(group)
             self._dropped(group.ordinal)
 
-    def _lost(self, losses: Iterable[Lost], why: str) -> None:
+    def _lost(self, losses: Iterable[Lost], why: str, told: bool = False) -> None:
+        """`told`: whoever reads the log knows already, and hears only of prompts that are dropped for it."""
         for lost in losses:
-            self._barren.lost(lost, why)
+            self._barren.lost(lost, why, told)
             if lost.dropped:
                 self._dropped(lost.ordinal)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from monarch.actor import Actor, ActorError, concurrent_endpoint, current_rank
+from monarch.actor import Actor, ActorError, concurrent_endpoint
 
 from actors.metrics import Records
 from actors.streams import Streams
@@ -87,22 +87,22 @@ class RolloutWorker(Actor):
     def __init__(
         self,
         config: Config,
+        number: int,
         buffer: ReplayBuffer,
         generators: Mapping[int, Generator],
-        scorers: Sequence[Scorer],
+        scorers: Mapping[int, Scorer],
         metrics: Metrics | None = None,
     ) -> None:
         from monarch_rl.rendering import Renderer
         from monarch_rl.tasks import load_task
 
-        self._config, self._buffer, self._scorers = config, buffer, scorers
-        self.name = f"rollout {current_rank().rank}"
+        self._config, self._buffer = config, buffer
+        self.name = f"rollout {number}"
         self._records = Records(metrics, self.name)
         self._renderer = Renderer.of(config.model)
         self._task = load_task(config.task, config.task_args, config.seed)
-        self._generators = Routes(generators)
+        self._generators, self._scorers = Routes(generators), Routes(scorers)
         self._streams = Streams(self._generators, self.name, config.generator.burst_tokens)
-        self._asked = [0] * len(scorers)
         self._sampling = Sampling.of(config.generator, self._renderer.stop_ids)
 
     @concurrent_endpoint
@@ -137,6 +137,25 @@ class RolloutWorker(Actor):
     async def drain_generator(self, replica: int) -> None:
         """No request goes there any more; answers when the last one has come back."""
         await self._generators.drain(replica)
+
+    @concurrent_endpoint
+    async def add_scorer(self, number: int, scorer: Scorer) -> None:
+        """It may be asked from now on."""
+        self._scorers.add(number, scorer)
+
+    @concurrent_endpoint
+    async def lose_scorer(self, number: int) -> None:
+        """It is gone; what it was asked is asked of others."""
+        self._scorers.lose(number)
+
+    @concurrent_endpoint
+    async def alive(self) -> None:
+        """Answers while this worker gets on with anything at all."""
+
+    @concurrent_endpoint
+    async def until_lost(self) -> None:
+        """Never answers; the call fails with this process."""
+        await asyncio.Event().wait()
 
     @concurrent_endpoint
     async def evaluate(
@@ -268,7 +287,7 @@ class RolloutWorker(Actor):
                 episode.reward = fixed
             elif episode.error is None:
                 asked.append(episode)
-        parts = min(len(self._scorers), len(asked))
+        parts = min(max(1, len(self._scorers)), len(asked))
         await together([self._judge(group.prompt, work, asked[part::parts]) for part in range(parts)])
 
     async def _judge(self, prompt: Prompt, work: Purpose, episodes: list[Episode]) -> None:
@@ -279,9 +298,5 @@ class RolloutWorker(Actor):
 
     async def _ask_scorer(self, prompt: Prompt, episodes: int, ask: Callable[[Scorer], Future[Any]]) -> Any:
         """By the scorer that has least to do; each takes one at a time."""
-        chosen = min(range(len(self._asked)), key=self._asked.__getitem__)
-        self._asked[chosen] += episodes
-        try:
-            return await answer(ask(self._scorers[chosen]), f"scorer (prompt {prompt.ordinal})", self._config.rollout.deadline_s)
-        finally:
-            self._asked[chosen] -= episodes
+        who, deadline_s = f"scorer (prompt {prompt.ordinal})", self._config.rollout.deadline_s
+        return await self._scorers.ask(lambda scorer: answer(ask(scorer), who, deadline_s), episodes)

@@ -8,10 +8,11 @@ May be blocked by: the task's `reward` and `observe`, until their deadline.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any, TypeVar
 
-from monarch.actor import Actor, concurrent_endpoint, current_rank, endpoint
+from monarch.actor import Actor, concurrent_endpoint, endpoint
 
 from actors.metrics import Metrics, Records
 from monarch_rl.observe.seldom import Seldom
@@ -25,13 +26,20 @@ T = TypeVar("T", Score, Observation)
 
 class Scorer(Actor):
     def __init__(
-        self, task_spec: TaskSpec, task_args: dict[str, Any], seed: int, deadline_s: float, metrics: Metrics | None = None
+        self,
+        task_spec: TaskSpec,
+        task_args: dict[str, Any],
+        seed: int,
+        deadline_s: float,
+        memory_mb: int | None = None,
+        number: int = 0,
+        metrics: Metrics | None = None,
     ) -> None:
-        self._records = Records(metrics, f"scorer {current_rank().rank}")
-        self._seed, self._deadline_s = seed, deadline_s
-        self._process = RewardProcess(task_spec, task_args, seed)
+        self.name = f"scorer {number}"
+        self._records = Records(metrics, self.name)
+        self._seed, self._deadline_s, self._memory_mb = seed, deadline_s, memory_mb
+        self._process = RewardProcess(task_spec, task_args, seed, memory_mb)
         self._others: dict[str, RewardProcess] = {}  # of tasks that are only evaluated
-        self.name = f"scorer {current_rank().rank}"
         self._unscorable = Seldom()
         self._closing = False
 
@@ -52,6 +60,15 @@ class Scorer(Actor):
         self._records.soon()
         return self._noted(prompt, await self._of(task).observe(prompt, turns, self._deadline_s))
 
+    @concurrent_endpoint
+    async def alive(self) -> None:
+        """Answers while this scorer gets on with anything at all."""
+
+    @concurrent_endpoint
+    async def until_lost(self) -> None:
+        """Never answers; the call fails with this process."""
+        await asyncio.Event().wait()
+
     @endpoint
     async def shut(self) -> None:
         """Ends the reward process; scores in progress get an error, which is nobody's fault."""
@@ -70,4 +87,4 @@ class Scorer(Actor):
     def _of(self, task: TaskSpec | None) -> RewardProcess:
         if task is None:
             return self._process
-        return self._others.setdefault(repr(task), RewardProcess(task, {}, self._seed))
+        return self._others.setdefault(repr(task), RewardProcess(task, {}, self._seed, self._memory_mb))

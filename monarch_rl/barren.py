@@ -46,11 +46,11 @@ class Barren:
             log.warning("task %s: prompt %d is dropped: %s (%d so far)", self._task, ordinal, reason, self._refused.count)
         self._dropped(f"prompt {ordinal}: {reason}")
 
-    def lost(self, lost: Lost, why: str) -> None:
-        """A claim on it ended without a group."""
+    def lost(self, lost: Lost, why: str, told: bool = False) -> None:
+        """A claim on it ended without a group. `told`: whoever reads the log knows already, and hears only of prompts that are dropped."""
         attempt = f"attempt {lost.attempt} of {self._config.rollout.max_attempts} by {lost.owner}"
         then = "it is dropped" if lost.dropped else "it is tried again"
-        if self._failures.due():
+        if (lost.dropped or not told) and self._failures.due():
             log.warning("prompt %d: %s gave no group (%s); %s (%d so far)", lost.ordinal, attempt, why, then, self._failures.count)
         if lost.dropped:
             self._dropped(f"prompt {lost.ordinal}: {why}")

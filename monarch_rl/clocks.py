@@ -39,4 +39,4 @@ def lane(mesh: str, rank: int) -> str:
     """What the timeline calls a process: `trainer 0`, `generator 2`."""
     if mesh == "replay_buffer":
         return "replay buffer"
-    return mesh.replace("_", " ") if mesh.startswith("generator_") else f"{mesh} {rank}"
+    return mesh.replace("_", " ") if mesh[-1].isdigit() else f"{mesh} {rank}"

@@ -42,6 +42,12 @@ class ScorerConfig:
     """processes that run rewards"""
     deadline_s: float = 10.0
     """a reward that takes longer is ended and its episode is unscorable"""
+    memory_mb: int = 8192
+    """memory of the process that a scorer runs rewards in; a reward that asks for more gets a MemoryError, and its episode is unscorable"""
+    max_restarts: int = 8
+    """scorers that may be lost and replaced in a run; the next one that is lost ends it"""
+    hang_s: float = 60.0
+    """a scorer that gives no sign of life for so long is lost"""
 
 
 @dataclass
@@ -52,6 +58,10 @@ class RolloutConfig:
     """a group that takes longer returns its prompt for another attempt"""
     max_attempts: int = 3
     """attempts at one prompt before it is dropped"""
+    max_restarts: int = 8
+    """workers that may be lost and replaced in a run; the next one that is lost ends it"""
+    hang_s: float = 120.0
+    """a worker that gives no sign of life for so long is lost"""
 
 
 @dataclass
@@ -254,6 +264,8 @@ LEAST = {
     "generator.max_restarts": 0,
     "trainer.max_restarts": 0,
     "generator.burst_tokens": 0,
+    "rollout.max_restarts": 0,
+    "scorer.max_restarts": 0,
     "generator.top_k": 0,
     "buffer.max_age": 0,
     "trainer.warmup_steps": 0,

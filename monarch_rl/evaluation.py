@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from monarch_rl.routes import Routes
+
 if TYPE_CHECKING:
-    from actors.rollout import RolloutWorker
+    from actors.rollout import Evaluation, RolloutWorker
     from monarch_rl.tasks import TaskSpec
 
 
@@ -37,13 +38,17 @@ class Evaluated:
 
 
 async def evaluate(
-    workers: Sequence[RolloutWorker], prompts: int, min_version: int, task: TaskSpec | None = None, replica: int | None = None
+    workers: Routes[RolloutWorker], prompts: int, min_version: int, task: TaskSpec | None = None, replica: int | None = None
 ) -> Evaluated:
     """Sample `prompts` held-out prompts with weights of at least `min_version`, a `Version.pack()`; `task` in place of the one that is
-    trained; on one `replica`, as long as that is there."""
-    count = len(workers)
-    asked = [worker.evaluate.call_one(range(i, prompts, count), min_version, task, replica) for i, worker in enumerate(workers)]
-    parts = await asyncio.gather(*[reply.as_asyncio() for reply in asked])
+    trained; on one `replica`, as long as that is there. What a worker that is lost had to do is done again by another."""
+    count = max(1, len(workers))
+
+    async def part(first: int) -> Evaluation:
+        indices = range(first, prompts, count)
+        return await workers.ask(lambda worker: worker.evaluate.call_one(indices, min_version, task, replica), len(indices))
+
+    parts = await asyncio.gather(*map(part, range(count)))
     rewards = [reward for part in parts for reward in part.rewards]
     versions = [version for part in parts for version in (part.first, part.last) if version is not None]
     first, last = (min(versions), max(versions)) if versions else ("", "")

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import time
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.cluster.hosts import Hosts
-from monarch_rl.cluster.placement import Processes, place, place_generator
+from monarch_rl.cluster.placement import Processes, place_generator, place_single, place_worker
 from monarch_rl.config import Config
 from monarch_rl.supervise import PROCESS_DIED, NamedTimeout, obituary
 
@@ -47,7 +46,7 @@ class Meshes:
         self._placed: dict[str, Processes] = {}
         self.hosts = Hosts(config)
         self._ended: set[str] = set()
-        self._obituaries: dict[str, str] = {}
+        self._gone: set[str] = set()  # asking them anything is a wait for Monarch to take note
         self._left: dict[str, asyncio.Future[str]] = {}
         self._oom_kills = 0
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -76,22 +75,27 @@ class Meshes:
         monarch.actor.unhandled_fault_hook = hook
 
     async def open(self) -> None:
-        """Start all processes but generators, on hosts whose loss is a death. Raises UserError as `Hosts.open` does."""
+        """Start trainer and replay buffer, on hosts whose loss is a death. Raises UserError as `Hosts.open` does."""
         loop = asyncio.get_running_loop()
         await self.hosts.open(lambda lost: loop.call_soon_threadsafe(self._lost, lost))
-        for processes in place(self._config, self.hosts.facts, replicas=0):
+        for processes in place_single(self._config, self.hosts.facts):
             self._spawn(processes)
 
-    def spawn_generator(self, number: int) -> None:
+    def spawn_generator(self, number: int) -> ProcMesh:
         """One more, where there are the fewest."""
-        self._spawn(place_generator(number, self._config, self.hosts.facts, self._placed.values()))
+        return self._spawn(place_generator(number, self._config, self.hosts.facts, self._placed.values()))
 
-    def _spawn(self, processes: Processes) -> None:
+    def spawn_worker(self, role: str, number: int) -> ProcMesh:
+        """One more rollout worker or scorer, where there are the fewest."""
+        return self._spawn(place_worker(role, number, self._config, self.hosts.facts, self._placed.values()))
+
+    def _spawn(self, processes: Processes) -> ProcMesh:
         from actors.process import Process
 
         mesh = self.hosts.spawn(processes)
         self._placed[processes.name] = processes
         self._meshes[processes.name] = mesh, mesh.spawn(f"{processes.name}_process", Process)
+        return mesh
 
     async def alive(self, who: str, waited: Awaitable[Any]) -> Any:
         """Await something that may take long, unless a process dies meanwhile."""
@@ -107,7 +111,6 @@ class Meshes:
 
     def leave(self, name: str) -> asyncio.Future[str]:
         """The death of this mesh is another's to deal with: `fault` is not told. The result says how it died."""
-        self._ended.add(name)
         return self._left.setdefault(name, asyncio.get_running_loop().create_future())
 
     async def renew(self, name: str) -> None:
@@ -116,6 +119,7 @@ class Meshes:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_DEADLINE_S):
                 await self.stop(name)
+        self._gone.discard(name)
         self._spawn(placed)
 
     def heed(self, name: str) -> asyncio.Future[str]:
@@ -123,12 +127,9 @@ class Meshes:
         self._left.pop(name, None)
         return self.leave(name)
 
-    async def obituary(self, name: str) -> str:
-        """How a mesh died that `leave` was called for; waits for the news of what has just happened. Empty: nothing is known."""
-        deadline = time.monotonic() + DEATH_NOTICE_S
-        while name not in self._obituaries and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(0.05)
-        return self._obituaries.get(name, "")
+    def vacate(self, name: str) -> None:
+        """What is spawned from now on may take its place: this mesh is going to end."""
+        self._placed.pop(name, None)
 
     async def death(self) -> BaseException | None:
         """Why a process died, if one has; waits for the news of what has just happened."""
@@ -137,10 +138,11 @@ class Meshes:
 
     async def end(self, *names: str) -> None:
         """End processes; they are gone when this returns, and nobody is told that they died."""
-        known = [name for name in names if name in self._meshes]
+        known = [name for name in names if name in self._meshes and name not in self._gone]
         self._ended.update(known)
         replies = [self._meshes[name][1].end.call(LEAVE_S).as_asyncio() for name in known]
         await asyncio.gather(*replies, return_exceptions=True)
+        self._gone.update(known)
         await asyncio.sleep(2 * LEAVE_S)
 
     async def stop(self, *names: str) -> None:
@@ -151,7 +153,7 @@ class Meshes:
             mesh._logging_manager._logging_mesh_client = None
         stopped = [mesh.stop() for mesh in meshes]
         for name in names:
-            self._placed.pop(name, None)
+            self.vacate(name)
         await asyncio.gather(*stopped, return_exceptions=True)
 
     async def close(self, deadline_s: float, notice_s: float) -> None:
@@ -173,8 +175,9 @@ class Meshes:
     def _died(self, report: str, died: str) -> None:
         if "(SIGKILL)" in died and oom_kills() > self._oom_kills:
             died += ", when memory had run out on this host"
-        meant = [name for name in self._ended if f"{name}_process{{" in report or f"{name}{{" in report]
-        self._obituaries |= dict.fromkeys(meant, died)
+        meant = [name for name in {*self._ended, *self._left} if re.search(rf"\b{name}(_process)?(\{{|-\d+<)", report)]
+        if PROCESS_DIED.search(report):
+            self._gone.update(meant)
         for name in meant:
             if (left := self._left.get(name)) is not None and not left.done():
                 left.set_result(died)

@@ -194,7 +194,7 @@ def _overlap(config: Config, task: Task) -> list[str]:
 
 
 async def _score_once(config: Config, prompt: Prompt) -> Score:
-    process = RewardProcess(config.task, config.task_args, config.seed)
+    process = RewardProcess(config.task, config.task_args, config.seed, config.scorer.memory_mb)
     try:
         return await process.score(prompt, "", config.scorer.deadline_s)
     except RuntimeError as error:  # its process could not be started

@@ -26,12 +26,11 @@ from monarch_rl.saving import Saving, heard
 from monarch_rl.supervise import answer, ended, root
 from monarch_rl.trainers import Trainers
 from monarch_rl.types import Version
+from monarch_rl.workers import Known, RolloutWorkers, Scorers
 
 if TYPE_CHECKING:
     from monarch.actor import Future
 
-    from actors.rollout import RolloutWorker
-    from actors.scorer import Scorer
     from monarch_rl.tasks import Task, TaskSpec
 
 T = TypeVar("T")
@@ -221,13 +220,12 @@ class Running:
         from actors.metrics import Metrics
         from actors.recording import Recording
         from actors.replay_buffer import ReplayBuffer
-        from actors.rollout import RolloutWorker
-        from actors.scorer import Scorer
 
         config, meshes = self.config, self._meshes
         metrics = meshes["replay_buffer"].spawn("metrics", Metrics)
-        self._replicas = Replicas(config, meshes, metrics, self._records.console.say)
-        self._replicas.spawn(0 if config.replay else config.generator.replicas)
+        say = self._records.console.say
+        self._replicas, self._scorers = Replicas(config, meshes, metrics, say), Scorers(config, meshes, metrics, say)
+        self._replicas.pool.spawn(0 if config.replay else config.generator.replicas)
         progress = Progress(0, 0, {}) if found is None else checkpoint.read_progress(found)
         if config.replay:
             self._buffer: Any = meshes["replay_buffer"].spawn("replay_buffer", Recording, config)
@@ -236,15 +234,11 @@ class Running:
         self._trainers = Trainers(config, meshes, self._buffer, progress.lineage)
         self._checkpoints = Saving(config, self._task, self._trainers, self._buffer, found)
         self._records.begin(Version(progress.lineage, progress.step), metrics, self._buffer)
-        if config.replay:
-            self._scorers: list[Scorer] = []
-            return
-        judged_by = config.task, config.task_args, config.seed, config.scorer.deadline_s
-        scorers = meshes["scorer"].spawn("scorer", Scorer, *judged_by, metrics)
-        self._scorers = [scorers.slice(worker=i) for i in range(config.scorer.workers)]
-        self._rollouts = meshes["rollout"].spawn(
-            "rollout", RolloutWorker, config, self._buffer, self._replicas.live, self._scorers, metrics
-        )
+        known = Known(self._buffer, self._replicas.pool.joined, self._scorers.pool.joined, metrics)
+        self._rollouts = RolloutWorkers(config, meshes, known, say)
+        if not config.replay:
+            self._scorers.pool.spawn(config.scorer.workers)
+            self._rollouts.pool.spawn(config.rollout.workers)
 
     async def _shut(self, deadline_s: float) -> None:
         """Let actors put down what they hold. One that has died, hangs or computes for longer misses nothing but this."""
@@ -255,10 +249,10 @@ class Running:
             self._keeper.cancel()
             await asyncio.wait({self._keeper})
         self._meshes.fault.cancel()
-        await self._meshes.end("rollout")
+        await self._meshes.end(*self._rollouts.pool.meshes)
         buffer = self._buffer.close.call_one()  # trainers that wait for a batch hear that there will be none
         engines = [generator.shut.call_one() for generator in self._replicas.live.values()]
-        scorers = [scorer.shut.call_one() for scorer in self._scorers]
+        scorers = [scorer.shut.call_one() for scorer in self._scorers.pool.live.values()]
         for replies in ([buffer, *engines, *scorers], [self._trainers.ranks.shut.call()]):
             await asyncio.gather(*[answer(reply, "closing", deadline_s) for reply in replies], return_exceptions=True)
 
@@ -281,8 +275,9 @@ class Running:
             self._trainers.watch()
             tasks.create_task(self._keep_trainers(), name="trainers")
             if not self.config.replay:
+                self._rollouts.begin(tasks)
+                self._scorers.begin(tasks, self._rollouts)
                 self._replicas.begin(tasks, self._source, self._rollouts)
-                tasks.create_task(ended(self._rollouts.work.call().as_asyncio()), name="rollouts")
 
     def _over(self, keeper: asyncio.Task[None]) -> None:
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
@@ -384,13 +379,12 @@ class Running:
 
     async def _evaluated(self, prompts: int, of: Version, task: TaskSpec | None = None) -> Evaluated:
         """By weights of at least `of`."""
-        workers: list[RolloutWorker] = [self._rollouts.slice(worker=i) for i in range(self.config.rollout.workers)]
         while self.config.eval.pin:
             async with self._replicas.pinned(of.pack()) as replica:
-                evaluated = await evaluate(workers, prompts, of.pack(), task, replica)
+                evaluated = await evaluate(self._rollouts.routes, prompts, of.pack(), task, replica)
             if not evaluated.mixed:  # else the replica was lost
                 return evaluated
-        return await evaluate(workers, prompts, of.pack(), task)
+        return await evaluate(self._rollouts.routes, prompts, of.pack(), task)
 
 
 def _first(error: BaseException) -> BaseException:

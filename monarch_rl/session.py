@@ -176,7 +176,8 @@ class Session(Running):
             await self._ask_trainers(lambda ranks: ranks.set_lr.call(config.trainer.lr), "learning rate")
 
         async def sampling(config: Config) -> None:
-            await answer(self._rollouts.set_sampling.call(config.generator), "rollout workers (sampling)", 60.0)
+            told = config.generator
+            await self._rollouts.each(lambda worker: worker.set_sampling.call_one(told), "rollout workers (sampling)", 60.0)
 
         async def max_age(config: Config) -> None:
             await answer(self._buffer.set_max_age.call_one(config.buffer.max_age), "replay buffer (max_age)", 60.0)

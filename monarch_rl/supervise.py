@@ -31,7 +31,8 @@ async def answer(reply: Future[T], who: str, deadline_s: float) -> T:
         NamedTimeout: says who did not answer.
     """
     try:
-        return await asyncio.wait_for(reply.as_asyncio(), deadline_s)
+        async with asyncio.timeout(deadline_s):  # `wait_for` of Python 3.11 is deaf to a cancellation that comes together with the answer
+            return await reply.as_asyncio()
     except TimeoutError:
         raise NamedTimeout(who, deadline_s) from None
 
@@ -81,17 +82,21 @@ DEATH = re.compile(
 """Monarch's report of a dead actor, in bounds that let any text be searched in a time that grows with its length alone;
 e.g. `actor <root>.<actors.trainer.Trainer trainer{'rank': 1/2}> failed: …`."""
 PROCESS_DIED = re.compile(r"the process this actor was running on ")
+UNREACHED = re.compile(r"(?P<actor>\w{1,64})-(?P<rank>\d{1,9})<[^>\s]{1,64}>\S{1,256},proc_agent and all its descendants have failed")
+"""What it reports instead on a busy host: that the process, of which this is the agent, does not answer any more."""
 LAST_WORDS = re.compile(r"^ *([A-Za-z_][\w.]*: .*|[A-Za-z_][\w.]*)$", re.MULTILINE)
 """Lines of an indented traceback that name an exception."""
 
 
 def obituary(report: str) -> str:
     """Which actor ended and why, in one line, from Monarch's report of it; empty when the text is none."""
-    found = DEATH.search(report)
-    if found is None:
-        return ""
-    name = found["actor"].removesuffix("_process").replace("_", " ") + (f" {found['rank']}" if found["size"] != "1" else "")
-    return f"{name} {_manner(found['why'])}"
+    if found := DEATH.search(report):
+        name = found["actor"].removesuffix("_process").replace("_", " ") + (f" {found['rank']}" if found["size"] != "1" else "")
+        return f"{name} {_manner(found['why'])}"
+    if found := UNREACHED.search(report):
+        rank = "" if found["rank"] == "0" else f" {found['rank']}"
+        return f"{found['actor'].replace('_', ' ')}{rank} is gone: its process does not answer any more"
+    return ""
 
 
 def _manner(why: str) -> str:

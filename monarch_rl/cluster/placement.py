@@ -35,26 +35,32 @@ class Processes:
         return f"{self.name}: {self.count} process{'es' * (self.count > 1)} on {where}, {device}"
 
 
-def place(config: Config, hosts: Sequence[Facts], replicas: int | None = None) -> list[Processes]:
-    """The processes of a run on these hosts, with as many generators as configured or `replicas`.
+def place(config: Config, hosts: Sequence[Facts]) -> list[Processes]:
+    """The processes of a run on these hosts.
 
     Trainer ranks get the first GPUs of their host, generators the next, round and round where there are too few.
 
     Raises:
         ConfigError: `cluster.placement` asks for what is not there.
     """
-    where = hosts_by_role(config, len(hosts))
-    placed = [_equipped(Processes("trainer", "rank", config.trainer.ranks, where["trainer"]), config, hosts, [])]
-    for replica in range(0 if config.replay else config.generator.replicas if replicas is None else replicas):
-        placed.append(place_generator(replica, config, hosts, placed))
-    placed.append(Processes("replay_buffer", "proc", 1, where["replay_buffer"]))
+    trainer, buffer = place_single(config, hosts)
+    placed = [trainer]
     if config.replay:
-        return placed
-    return [
-        *placed,
-        Processes("rollout", "worker", config.rollout.workers, where["rollout"]),
-        Processes("scorer", "worker", config.scorer.workers, where["scorer"]),
-    ]
+        return [trainer, buffer]
+    for replica in range(config.generator.replicas):
+        placed.append(place_generator(replica, config, hosts, placed))
+    placed.append(buffer)
+    for role, count in (("rollout", config.rollout.workers), ("scorer", config.scorer.workers)):
+        for number in range(count):
+            placed.append(place_worker(role, number, config, hosts, placed))
+    return placed
+
+
+def place_single(config: Config, hosts: Sequence[Facts]) -> tuple[Processes, Processes]:
+    """Trainer and replay buffer, of which there is one mesh each. Raises ConfigError as `place` does."""
+    where = hosts_by_role(config, len(hosts))
+    trainer = _equipped(Processes("trainer", "rank", config.trainer.ranks, where["trainer"]), config, hosts, [])
+    return trainer, Processes("replay_buffer", "proc", 1, where["replay_buffer"])
 
 
 def place_generator(replica: int, config: Config, hosts: Sequence[Facts], placed: Iterable[Processes]) -> Processes:
@@ -64,10 +70,19 @@ def place_generator(replica: int, config: Config, hosts: Sequence[Facts], placed
     """
     placed = list(placed)
     start = host_count(config)
-    allowed = (*hosts_by_role(config, start)["generator"], *range(start, len(hosts)))
-    load = Counter(host for processes in placed if processes.name.startswith("generator_") for host in processes.hosts)
-    host = min(allowed, key=lambda index: (load[index], index))
+    host = _emptiest("generator", (*hosts_by_role(config, start)["generator"], *range(start, len(hosts))), placed)
     return _equipped(Processes(f"generator_{replica}", "tp", 1, (host,)), config, hosts, placed)
+
+
+def place_worker(role: str, number: int, config: Config, hosts: Sequence[Facts], placed: Iterable[Processes]) -> Processes:
+    """One more rollout worker or scorer: on the host of its role that has the fewest."""
+    return Processes(f"{role}_{number}", "worker", 1, (_emptiest(role, hosts_by_role(config, host_count(config))[role], placed),))
+
+
+def _emptiest(role: str, allowed: Sequence[int], placed: Iterable[Processes]) -> int:
+    """The host that has the fewest of a role."""
+    load = Counter(host for processes in placed if processes.name.startswith(f"{role}_") for host in processes.hosts)
+    return min(allowed, key=lambda host: (load[host], host))
 
 
 def host_count(config: Config) -> int:
@@ -84,11 +99,9 @@ def hosts_by_role(config: Config, count: int) -> dict[str, tuple[int, ...]]:
     """
     others = tuple(range(1, count)) or (0,)
     asked = {str(role): _host_list(str(role), value, count) for role, value in config.cluster.placement.items()}
-    spread = max(n for n in range(1, len(others) + 1) if config.rollout.workers % n == 0)
-    default = {"trainer": (0,), "generator": others, "replay_buffer": (0,), "rollout": others[:spread], "scorer": (0,)}
+    default = {"trainer": (0,), "generator": others, "replay_buffer": (0,), "rollout": others, "scorer": (0,)}
     where = default | asked
-    sizes = {"trainer": config.trainer.ranks, "replay_buffer": 1, "rollout": config.rollout.workers, "scorer": config.scorer.workers}
-    for role, size in sizes.items():
+    for role, size in {"trainer": config.trainer.ranks, "replay_buffer": 1}.items():
         if size % len(where[role]):
             raise ConfigError(
                 f"cluster.placement.{role}: {size} process{'es' * (size > 1)} cannot be shared evenly by hosts {list(where[role])}"

@@ -1,7 +1,8 @@
 """Rewards and environments in a process of their own, so that a deadline can really end one.
 
 Parent and child speak over a socket, the child's stdin and stdout: each message is an 8-byte length and a pickle. The child works on
-its main thread (some verifiers need signals) and on one episode at a time. The program is `python -m monarch_rl.tasks.reward_process`.
+its main thread (some verifiers need signals) and on one episode at a time. The program is
+`python -m monarch_rl.tasks.reward_process [MEGABYTES]`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ctypes
 import math
 import os
 import pickle
+import resource
 import signal
 import socket
 import struct
@@ -56,10 +58,15 @@ class Child(NamedTuple):
 
 
 class RewardProcess:
-    """The parent's side: one child, started at the first score and again after each that ended it. Callers take turns."""
+    """The parent's side: one child, started at the first score and again after each that ended it. Callers take turns.
 
-    def __init__(self, task_spec: TaskSpec, task_args: dict[str, Any], seed: int) -> None:
+    Args:
+        memory_mb: that the child, and each process that it starts, may take; None: whatever there is.
+    """
+
+    def __init__(self, task_spec: TaskSpec, task_args: dict[str, Any], seed: int, memory_mb: int | None = None) -> None:
         self._task = (task_spec, task_args, seed)
+        self._memory_mb = memory_mb
         self._child: Child | None = None
         self._turn = asyncio.Lock()
         self._closed = False
@@ -119,7 +126,7 @@ class RewardProcess:
         if self._closed:
             raise RuntimeError("the reward process is closed")
         if self._child is None or self._child.process.returncode is not None:
-            self._child = await _spawn()
+            self._child = await _spawn(self._memory_mb)
             await self._load(self._child)
         return self._child
 
@@ -157,12 +164,12 @@ class RewardProcess:
         return await child.process.wait()
 
 
-async def _spawn() -> Child:
+async def _spawn(memory_mb: int | None) -> Child:
     """A child that imports from where this process does, in a process group of its own."""
     ours, theirs = socket.socketpair()
     with theirs:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", __spec__.name),
+            *(sys.executable, "-P", "-m", __spec__.name, *([] if memory_mb is None else [str(memory_mb)])),
             stdin=theirs.fileno(),
             stdout=theirs.fileno(),
             env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
@@ -184,8 +191,11 @@ async def _receive(child: Child) -> Any:
 def main() -> None:
     """The child's side: load the task, then answer until the parent closes the socket or is gone."""
     _die_with_parent()
+    memory_mb = int(sys.argv[1]) if len(sys.argv) > 1 else None
+    if memory_mb is not None:
+        _limit_memory(memory_mb)
     requests, replies = _take_socket()
-    named = "the task"
+    own_pid, named = os.getpid(), "the task"
     try:
         spec, args, seed = pickle.loads(pickle.loads(_read(requests) or b""))
         named = f"task {label(spec)}"
@@ -197,17 +207,22 @@ def main() -> None:
     try:
         _write(replies, None)
         while (body := _read(requests)) is not None:
-            _write(replies, _answer(task, *pickle.loads(body)))
+            answer = _answer(task, memory_mb, *pickle.loads(body))
+            if os.getpid() != own_pid:
+                os._exit(0)  # a fork that the reward has come back from twice: one answer is enough
+            _write(replies, answer)
     except ConnectionError:
         os._exit(0)  # the parent is gone, and nobody is to hear of it: not from the buffer's own end either
 
 
-def _answer(task: Task, what: Call, prompt: Prompt, said: Any) -> Answer:
+def _answer(task: Task, memory_mb: int | None, what: Call, prompt: Prompt, said: Any) -> Answer:
     """Value and error, as in `Score` and `Observation`."""
     try:
         return (_reward(task, prompt, said) if what == "reward" else _observation(task, prompt, said)), None
     except Unusable as error:
         return None, f"{FAULT[what]}: {_clip(str(error))}"
+    except MemoryError as error:
+        return None, f"{FAULT[what]}: {_one_line(error)}" + (f" (scorer.memory_mb={memory_mb})" if memory_mb else "")
     except BaseException as error:  # sys.exit and CancelledError too: the task is the user's, this loop is ours
         return None, f"{FAULT[what]}: {_one_line(error)}"
 
@@ -249,6 +264,13 @@ def _die_with_parent() -> None:
     """Linux ends this process with its parent, also in the middle of a reward; elsewhere the closed socket does, after it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _limit_memory(megabytes: int) -> None:
+    """Of memory that can be written: neither of mapped data files nor of addresses that are only reserved, as CUDA does."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    most = megabytes << 20 if hard == resource.RLIM_INFINITY else min(megabytes << 20, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def _take_socket() -> tuple[BinaryIO, BinaryIO]:

@@ -293,6 +293,21 @@ async def test_a_released_worker_gives_back_its_prompts(make: Make) -> None:
     assert not gone.done()
 
 
+async def test_a_released_worker_that_wakes_up_is_heard_no_more(make: Make) -> None:
+    """It was only stopped: what it had leased is another's by now, or waits for one, and it gets nothing new."""
+    buffer = make()
+    claims = await claim(buffer, 2, "slow")
+    await soon(buffer.release.call_one("slow"))
+    assert await put(buffer, claims) == [False, False]
+    late = buffer.lease.call_one("slow").as_asyncio()
+    again = await claim(buffer, 2, "alive")
+    assert [lease for lease, _ in again] == [Lease(0, 2, 0), Lease(1, 2, 0)]
+    assert await put(buffer, claims) == [False, False]
+    assert await put(buffer, again) == [True, True]
+    await parked(late)
+    assert (await soon(buffer.take.call_one(1, 0))).ordinals == [0, 1]
+
+
 async def test_a_killed_worker_with_a_parked_lease_does_no_harm(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 19: a lease that goes out to a dead process comes back at its deadline; the buffer lives."""
     monkeypatch.setattr("monarch.actor.unhandled_fault_hook", lambda failure: None)

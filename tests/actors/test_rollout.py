@@ -50,6 +50,9 @@ class Talk(Task):
     def reward(self, prompt, completion):
         if "judge" in completion: raise ValueError("no verdict")
         if "pid" in completion: return os.getpid()
+        if "kill" in completion and not os.path.exists(flag := __file__ + ".killed"):
+            open(flag, "w").close()
+            os.kill(os.getppid(), 9)
         return float(len(completion.turns)) + len(completion) / 100
 
 class Chat(Talk):
@@ -70,15 +73,15 @@ class Rig:
     """One worker and what it talks to."""
 
     def __init__(
-        self, mesh: Any, task: str, script: dict[str, Any], prompt: Prompt, max_new_tokens: int, scorers: int, config: Config
+        self, mesh: Any, task: str, script: dict[str, Any], prompt: Prompt, max_new_tokens: int, scorers: list[Any], config: Config
     ) -> None:
         config.task = task
         config.generator.max_new_tokens = max_new_tokens
         config.generator.group_size = len(next(iter(script.values())))
         self.generator = mesh.spawn("generator", ScriptedGenerator, script)
         self.desk = mesh.spawn("desk", Desk, [prompt])
-        scorers = [mesh.spawn(f"scorer_{at}", Scorer, task, {}, 0, 3.0) for at in range(scorers)]
-        self.worker = mesh.spawn("worker", RolloutWorker, config, self.desk, {0: self.generator}, scorers)
+        self.scorers = {at: on.spawn(f"scorer_{at}", Scorer, task, {}, 0, 3.0) for at, on in enumerate(scorers)}
+        self.worker = mesh.spawn("worker", RolloutWorker, config, 0, self.desk, {0: self.generator}, self.scorers)
 
     async def group(self) -> Group:
         (done,) = await self.work()
@@ -104,7 +107,11 @@ async def rig(tmp_path: Path) -> AsyncIterator[Any]:
         task, config = changed.get("task", f"{tmp_path}/talk.py:Talk"), Config()
         config.model.path, config.generator.truncated = changed.get("model", "tiny"), changed.get("truncated", "keep")
         prompt = Prompt(3, changed.get("content", next(iter(script))), answer=changed.get("answer", "secret"))
-        return Rig(mesh, task, script, prompt, max_new_tokens, changed.get("scorers", 1), config)
+        scorers = [mesh] * changed.get("scorers", 1)
+        if changed.get("apart"):
+            scorers = [this_host().spawn_procs({"workers": 1}) for _ in scorers]
+            meshes.extend(scorers)
+        return Rig(mesh, task, script, prompt, max_new_tokens, scorers, config)
 
     yield build
     for mesh in meshes:
@@ -258,6 +265,21 @@ async def test_the_episodes_of_a_group_are_judged_side_by_side(rig: Any, scorers
     """Where rewards wait, a group takes as long as one of them, if there are scorers enough."""
     episodes = (await rig({"go": [said("pid."), said("pid."), said("pid.")]}, scorers=scorers).group()).episodes
     assert len({episode.reward for episode in episodes}) == used
+
+
+@pytest.mark.parametrize("scorers", [1, 2])
+async def test_what_a_scorer_was_asked_when_it_died_is_asked_of_another(rig: Any, scorers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Case 19: of one that is there, or of one that comes; here the reward itself kills it, once."""
+    monkeypatch.setattr("monarch.actor.unhandled_fault_hook", lambda failure: None)
+    talk = rig({"go": [said("kill."), said("no.")]}, scorers=scorers, apart=True)
+    working = asyncio.create_task(talk.group())
+    if scorers == 1:
+        await asyncio.wait({working}, timeout=3)
+        assert not working.done()
+        await talk.worker.add_scorer.call_one(7, rig({"go": []}, apart=True).scorers[0])
+    killer, other = (await working).episodes
+    assert (killer.reward, other.reward) == (1.05, 1.03)
+    assert killer.error is other.error is None
 
 
 async def test_a_conversation_in_chat_follows_the_template(rig: Any, tmp_path: Path) -> None:

@@ -51,6 +51,8 @@ class Odd(Task):
     def backtrack(self, rest): return re.match(r"(a+)+$", "a" * 40 + "b")
     def chatter(self, rest): print("x" * 100_000); sys.stdout.flush(); os.write(1, b"y"); return len(sys.stdin.read())
     def alarm(self, rest): signal.signal(signal.SIGALRM, signal.SIG_IGN); return threading.current_thread() is threading.main_thread()
+    def hog(self, rest): return len(bytearray(int(rest)))
+    def fork(self, rest): return os.fork() == 0
     def helper(self, rest):
         child = subprocess.Popen(["sleep", "1000"])
         open(rest, "w").write(f"{os.getpid()} {child.pid}")
@@ -150,6 +152,25 @@ async def test_what_a_reward_prints_or_reads_does_not_reach_the_protocol(process
 async def test_rewards_run_on_the_main_thread(process: RewardProcess) -> None:
     """Verifiers that use signals refuse any other."""
     assert await process.score(PROMPT, "alarm", 10) == Score(1.0)
+
+
+async def test_memory_has_a_limit(user_file: str) -> None:
+    """A reward that wants more fails like any other; what it holds goes with it."""
+    process = RewardProcess(f"{user_file}:Odd", {}, seed=0, memory_mb=512)
+    for _ in range(2):
+        assert await process.score(PROMPT, "hog 1000000000", 10) == Score(None, "RewardError: MemoryError (scorer.memory_mb=512)")
+        assert await process.score(PROMPT, "hog 1000000", 10) == Score(1e6)
+    pid = (await process.score(PROMPT, "give os.getpid()", 10)).reward
+    assert await process.score(PROMPT, "hog 1000000000", 10) == Score(None, "RewardError: MemoryError (scorer.memory_mb=512)")
+    assert (await process.score(PROMPT, "give os.getpid()", 10)).reward == pid, "the process need not be replaced for it"
+    await process.close()
+
+
+async def test_a_reward_that_forks_is_answered_once(process: RewardProcess) -> None:
+    """Both of the two come back from the reward, and hold the socket."""
+    for number in range(3):
+        assert await process.score(PROMPT, "fork", 10) == Score(0.0)
+        assert await process.score(PROMPT, f"give {number}", 10) == Score(float(number))
 
 
 async def test_callers_take_turns(process: RewardProcess) -> None:

@@ -79,8 +79,8 @@ def test_it_learns_with_trainers_on_one_host_and_generators_on_the_other(tmp_pat
         with started(tmp_path, *SMALL, "steps=20", "task=mine.py:Sums", *attach(first, second)) as job:
             job.until_steps(1)
             below = first.below() + second.below()
-            assert first.roles() == {"trainer 0", "replay_buffer 0", "scorer 0"}
-            assert second.roles() == {"generator_0 0", "rollout 0"}
+            assert first.roles() == {"trainer 0", "replay_buffer 0", "scorer_0 0"}
+            assert second.roles() == {"generator_0 0", "rollout_0 0"}
             assert job.wait() == 0, job.err
         assert [first.process.wait(GONE_S), second.process.wait(GONE_S)] == [0, 0]
         assert gone(below)
@@ -119,8 +119,8 @@ def test_a_worker_that_is_terminated_ends_what_it_started(tmp_path: Path) -> Non
     spread = ["trainer.ranks=2", "rollout.workers=2", "cluster.placement.trainer=[0,1]", "cluster.placement.rollout=[0,1]"]
     with workers(tmp_path) as (first, second), started(tmp_path, *LONG, *spread, *attach(first, second)) as job:
         job.until_steps(1)
-        assert first.roles() == {"trainer 0", "replay_buffer 0", "scorer 0", "rollout 0"}
-        assert second.roles() == {"trainer 1", "generator_0 0", "rollout 1"}
+        assert first.roles() == {"trainer 0", "replay_buffer 0", "scorer_0 0", "rollout_0 0"}
+        assert second.roles() == {"trainer 1", "generator_0 0", "rollout_1 0"}
         below = second.below()
         second.process.terminate()
         assert second.process.wait(GONE_S) == 128 + signal.SIGTERM

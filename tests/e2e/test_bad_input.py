@@ -10,6 +10,7 @@ import pytest
 
 from monarch_rl.tasks.tiny import tiny_path
 from tests.e2e.jobs import SMALL, finished
+from tests.e2e.unruly_tasks import fate
 
 TASKS = Path(__file__).with_name("unruly_tasks.py")
 
@@ -119,3 +120,34 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_words(tmp_path: Path)
     assert line.endswith("error.log)")
     assert "eval/accuracy" not in job.rows[0]
     assert job.rows[0]["eval/unscorable"] == 8
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_thousand_episodes_of_which_some_go_wrong_are_counted_exactly(tmp_path: Path) -> None:
+    """Cases 20 and 21: 5 % raise, 1 % hang, 1 % give None, NaN or text."""
+    steps, prompts, size = 16, 8, 8
+    keep = [f"steps={steps}", f"buffer.prompts_per_step={prompts}", "buffer.dead_groups=keep", "scorer.deadline_s=1", "eval.prompts=0"]
+    job = finished(tmp_path, *SMALL, *keep, f"task={TASKS}:Seldom", f"generator.group_size={size}")
+    assert job.process.returncode == 0, job.err
+    groups = [json.loads(line) for line in (job.output_dir / "rollouts.jsonl").read_text().splitlines()]
+    episodes = [(group["ordinal"], episode) for group in groups for episode in group["episodes"]]
+    assert len(episodes) == steps * prompts * size > 1000
+    said = {
+        "raises": "RewardError: ValueError: no idea",
+        "hangs": "deadline of 1 s passed",
+        "nothing": "RewardError: reward is None, not a number",
+        "nan": "RewardError: reward is nan",
+        "text": "RewardError: reward is 'right', not a number",
+        "": None,
+    }
+    for ordinal, episode in episodes:
+        assert episode["error"] == said[fate(ordinal, episode["completion"])], (ordinal, episode)
+        assert (episode["reward"] is None) == (episode["error"] is not None)
+    wrong, unscorable, dropped = sum(episode["error"] is not None for _, episode in episodes), 0.0, 0.0
+    for row in job.rows[1:]:  # of the groups that were trained and of those that had no reward at all and were dropped
+        barren, dropped = row.get("buffer/dropped_unscorable", 0.0) - dropped, row.get("buffer/dropped_unscorable", 0.0)
+        unscorable += row["reward/frac_unscorable"] * (prompts + barren) * size
+    assert round(unscorable) == wrong + dropped * size
+    assert job.rows[-1]["buffer/dropped"] == dropped
+    assert wrong > 0

@@ -19,7 +19,7 @@ GONE_S = 10.0
 def test_ctrl_c_while_the_system_starts_closes_at_once(tmp_path: Path) -> None:
     """Case 71. There is nothing to save yet."""
     with started(tmp_path, *LONG) as job:
-        job.until_process("scorer 0")
+        job.until_process("scorer_0 0")
         job.signal(SIGINT)
         assert job.wait(GONE_S + 5) == 130
         assert job.gone_within(GONE_S) == []
@@ -59,7 +59,7 @@ def test_ctrl_c_while_it_trains_saves_and_the_run_goes_on_from_there(tmp_path: P
 @pytest.mark.timeout(400)
 def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     with started(tmp_path, *LONG) as job:
-        job.until_process("scorer 0")
+        job.until_process("scorer_0 0")
         job.signal(SIGINT)
         job.until_said("closing")
         job.signal(SIGINT)
@@ -72,27 +72,25 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
 def test_a_controller_that_is_killed_takes_everything_with_it(tmp_path: Path) -> None:
     """Case 71."""
     with started(tmp_path, *LONG) as job:
-        job.until_process("scorer 0")
+        job.until_process("scorer_0 0")
         job.signal(SIGKILL)
         assert job.wait() == -SIGKILL
         assert job.gone_within(GONE_S) == []
 
 
 @pytest.mark.timeout(400)
-def test_a_generator_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
-    """Case 19, where it may not be replaced."""
-    with started(tmp_path, *LONG, "generator.max_restarts=0") as job:
+@pytest.mark.parametrize("name", ["generator", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rollout", "scorer"))])
+def test_what_dies_and_may_not_be_replaced_ends_the_run_and_is_named(name: str, tmp_path: Path) -> None:
+    """Case 19."""
+    with started(tmp_path, *LONG, f"{name}.max_restarts=0") as job:
         job.until_steps(1)
-        job.kill("generator_0 0")
-        assert_died(job, "generator 0 was killed by signal 9 (SIGKILL)")
+        job.kill(f"{name}_0 0")
+        assert_died(job, f"{name} 0 was killed by signal 9 (SIGKILL)")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    ("role", "name"),
-    [("trainer 1", "trainer 1"), ("rollout 0", "rollout"), ("replay_buffer 0", "replay buffer"), ("scorer 0", "scorer")],
-)
+@pytest.mark.parametrize(("role", "name"), [("trainer 1", "trainer 1"), ("replay_buffer 0", "replay buffer")])
 def test_any_other_process_that_dies_ends_the_run_and_is_named(role: str, name: str, tmp_path: Path) -> None:
     """Also of two trainer ranks one, where the other first sees a broken connection."""
     with started(tmp_path, *LONG, "trainer.ranks=2") as job:

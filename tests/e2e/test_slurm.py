@@ -68,7 +68,7 @@ def test_two_jobs_share_the_nodes_and_one_is_cancelled(tmp_path: Path) -> None:
         with started(tmp_path, *long, name="other") as other:
             other.until_steps(1)
             node = {found[ROLE]: found["SLURMD_NODENAME"] for found in processes_of(slurm_id(other)) if ROLE in found}
-            assert node == {"trainer 0": "n1", "replay_buffer 0": "n1", "scorer 0": "n1", "generator_0 0": "n2", "rollout 0": "n2"}
+            assert node == {"trainer 0": "n1", "replay_buffer 0": "n1", "scorer_0 0": "n1", "generator_0 0": "n2", "rollout_0 0": "n2"}
             other.signal(signal.SIGINT)
             assert other.wait() == 130, other.err
             until_free(slurm_id(other))

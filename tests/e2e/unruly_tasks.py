@@ -17,8 +17,8 @@ class Unruly(Task):
     """Fewer rows that can be trained than a batch has prompts. Rewards are drawn, and each row spoils some in a way of its own."""
 
     name = "unruly"
-    size = len(ROWS)
-    eval_size = len(ROWS)
+    size: int | None = len(ROWS)
+    eval_size: int | None = len(ROWS)
 
     def prompt(self, ordinal: int, split: Split) -> Prompt:
         row = ROWS[row_of(ordinal, len(ROWS), 0, split)]
@@ -36,6 +36,8 @@ def misbehave(how: str) -> float:
             return None  # type: ignore[return-value]
         case "nan":
             return float("nan")
+        case "text":
+            return "right"  # type: ignore[return-value]
         case "raises":
             raise ValueError("no\nidea")
         case "cancelled":
@@ -45,6 +47,26 @@ def misbehave(how: str) -> float:
         case "dies":
             os._exit(3)
     return 0.0
+
+
+class Seldom(Unruly):
+    """7 % of the episodes go wrong. Which, and how, can be told from prompt and completion."""
+
+    size = None
+
+    def prompt(self, ordinal: int, split: Split) -> Prompt:
+        return Prompt(ordinal, f"{ordinal % 9}+{ordinal % 7}=")
+
+    def reward(self, prompt: Prompt, completion: str) -> float:
+        how = fate(prompt.ordinal, completion)
+        return misbehave(how) if how else float(len(completion) % 2)
+
+
+def fate(ordinal: int, completion: str) -> str:
+    """How the reward of an episode misbehaves; empty: it does not."""
+    drawn = random.Random(f"{ordinal} {completion}").random()
+    bounds = ((0.05, "raises"), (0.06, "hangs"), (0.0633, "nothing"), (0.0666, "nan"), (0.07, "text"))
+    return next((how for bound, how in bounds if drawn < bound), "")
 
 
 class Broken(Unruly):

@@ -52,26 +52,24 @@ def test_one_host_has_everything() -> None:
 
 
 def test_generators_and_rollout_workers_avoid_the_trainers_where_there_are_other_hosts() -> None:
-    placed = place(config("generator.replicas=3", "rollout.workers=4", *attach(3)), hosts(3))
+    placed = place(config("generator.replicas=3", "rollout.workers=3", *attach(3)), hosts(3))
     assert where(placed) == {
         "trainer": (0,),
         "generator_0": (1,),
         "generator_1": (2,),
         "generator_2": (1,),
         "replay_buffer": (0,),
-        "rollout": (1, 2),
-        "scorer": (0,),
+        "rollout_0": (1,),
+        "rollout_1": (2,),
+        "rollout_2": (1,),
+        "scorer_0": (0,),
     }
-
-
-def test_what_cannot_be_shared_evenly_is_on_fewer_hosts() -> None:
-    assert where(place(config("rollout.workers=3", *attach(3)), hosts(3)))["rollout"] == (1,)
 
 
 def test_a_placement_is_taken_as_it_is() -> None:
     asked = ["cluster.placement.trainer=[0,1]", "cluster.placement.generator=[0]", "trainer.ranks=2"]
     placed = where(place(config(*asked, *attach(2)), hosts(2)))
-    assert (placed["trainer"], placed["generator_0"], placed["rollout"]) == ((0, 1), (0,), (1,))
+    assert (placed["trainer"], placed["generator_0"], placed["rollout_0"]) == ((0, 1), (0,), (1,))
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,7 @@ def test_gpus_are_counted_per_host() -> None:
     gpus = {processes.name: processes.gpus for processes in place(made, hosts(2, "0", "1"))}
     assert gpus["trainer"] == ("0", "1")
     assert [gpus[f"generator_{i}"] for i in range(3)] == [("0",), ("1",), ("0",)]
-    assert gpus["rollout"] == ()
+    assert gpus["rollout_0"] == ()
 
 
 def test_on_one_host_trainers_get_the_first_gpus_and_generators_the_next_round_and_round() -> None:

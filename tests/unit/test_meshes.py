@@ -57,3 +57,18 @@ async def test_a_process_that_the_kernel_ended_for_its_memory(tmp_path: Path, mo
         assert str(await running.death()) == f"trainer 1 was killed by signal 9 (SIGKILL){hint}"
     counter.unlink()
     assert meshes.oom_kills() == 0
+
+
+async def test_a_process_that_monarch_cannot_reach_is_dead_too() -> None:
+    """On a busy host Monarch may find that its agent there does not answer, before it learns that it was killed."""
+    running = Meshes(Config())
+    died = running.leave("rollout_1")
+    other = running.leave("rollout_11")
+    agent = "generator_0-0<y5naP8ZRdGj>@generator_0-0<y5naP8ZRdGj>.ipc://@Dt5Pn4vL3wfi8bUicGtVlEXv,proc_agent"
+    report = f"The actor {agent} and all its descendants have failed:\n  no answer".replace("generator_0", "rollout_1")
+    assert obituary(report) == "rollout 1 is gone: its process does not answer any more"
+    assert obituary(report.replace("rollout_1-0", "trainer-2")) == "trainer 2 is gone: its process does not answer any more"
+    running._died(report, obituary(report))
+    assert died.result() == obituary(report)
+    assert not other.done()
+    assert not running.fault.done()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from actors.rollout import Evaluation
 from monarch_rl.engine_setup import EngineError
+from monarch_rl.evaluation import evaluate
 from monarch_rl.routes import Routes
 
 LOAD = 2
@@ -89,6 +93,27 @@ async def test_a_drained_replica_gives_back_what_it_has() -> None:
     live[1].may_answer.set()
     assert await ask(routes) == "1"
     await routes.drain(1)
+
+
+async def test_what_a_lost_worker_was_to_evaluate_is_done_again() -> None:
+    done: list[range] = []
+
+    class Worker:
+        def __init__(self, lost: bool) -> None:
+            self.lost = lost
+            self.evaluate: Any = SimpleNamespace(call_one=self._evaluate)
+
+        async def _evaluate(self, indices: range, min_step: int, task: str | None, replica: int | None) -> Evaluation:
+            await asyncio.sleep(0)
+            if self.lost:
+                raise EngineError("gone")
+            done.append(indices)
+            return Evaluation(rewards=[float(index) for index in indices], tokens=len(indices))
+
+    routes: Any = Routes({0: Worker(lost=False), 1: Worker(lost=True), 2: Worker(lost=False)})
+    evaluated = await evaluate(routes, 7, 0)
+    assert sorted(index for indices in done for index in indices) == list(range(7))
+    assert (evaluated.prompts, evaluated.tokens, evaluated.accuracy) == (7, 7, 3.0)
 
 
 async def test_what_needs_newer_weights_is_not_sent_to_a_pinned_replica() -> None:
