@@ -49,6 +49,13 @@ class Generator(Actor):
         self._shut = False
 
     @concurrent_endpoint
+    async def warm_up(self) -> None:
+        """Import what an engine needs, which takes longer than all else about its start."""
+        from monarch_rl.engine_setup import import_vllm
+
+        import_vllm()
+
+    @concurrent_endpoint
     async def start(self) -> LoadPlan:
         """Build the engine; the plan says which rectangles of which checkpoint tensors its parameters are made of.
 

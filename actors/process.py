@@ -1,4 +1,4 @@
-"""Process: one in every process of a run, to end it, to read its clock, and to see what it takes.
+"""Process: one in every process of a run, to end it, to read its clock, and to see what it takes and what it waits for.
 
 Owns: nothing. Has a thread of its own, so that it answers while other actors of its process compute.
 Promises: `end` ends the process. Nothing of it is finalized: the interpreter's own way out stops threads inside native code,
@@ -18,6 +18,7 @@ from typing import NamedTuple
 from monarch.actor import Actor, endpoint
 
 from monarch_rl.observe import timeline
+from monarch_rl.supervise import Wait, waits
 
 
 class Usage(NamedTuple):
@@ -39,6 +40,11 @@ class Process(Actor):
     async def usage(self) -> Usage:
         """What it takes of its host by now."""
         return Usage(socket.gethostname(), os.getpid(), _resident_bytes(), time.process_time())
+
+    @endpoint
+    async def waits(self) -> tuple[list[Wait], list[Wait]]:
+        """What its actors wait for now, and which deadlines have passed since the last call."""
+        return waits()
 
     @endpoint
     async def end(self, in_s: float) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from monarch.actor import Actor, ActorError, concurrent_endpoint
 
@@ -24,7 +24,7 @@ from monarch_rl.config import Config, UserError
 from monarch_rl.generator_config import GeneratorConfig
 from monarch_rl.observe import timeline
 from monarch_rl.routes import Routes
-from monarch_rl.supervise import answer, cause, together
+from monarch_rl.supervise import HOLDING, NamedTimeout, answer, cause, together, waiting
 from monarch_rl.types import Episode, Generation, Group, Lease, Prompt, Sampling, Split, Version
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class RolloutWorker(Actor):
         self._records = Records(metrics, self.name)
         self._renderer = Renderer.of(config.model)
         self._task = load_task(config.task, config.task_args, config.seed)
-        self._generators, self._scorers = Routes(generators), Routes(scorers)
+        self._generators, self._scorers = Routes(generators, "generator"), Routes(scorers, "scorer", config.rollout.deadline_s)
         self._streams = Streams(self._generators, self.name, config.generator.burst_tokens)
         self._sampling = Sampling.of(config.generator, self._renderer.stop_ids)
 
@@ -109,7 +109,7 @@ class RolloutWorker(Actor):
     async def work(self) -> None:
         """Take leases until the buffer says that the run is over; every group runs as a task of its own."""
         async with asyncio.TaskGroup() as groups:
-            while (leased := await self._buffer.lease.call_one(self.name)) is not None:
+            while (leased := await answer(self._buffer.lease.call_one(self.name), "replay buffer (lease)", None)) is not None:
                 groups.create_task(self._serve(*leased))
         self._records.send()
 
@@ -187,6 +187,7 @@ class RolloutWorker(Actor):
         """One episode of a held-out prompt; none when the model cannot go on from the prompt."""
         from monarch_rl.engine import UnusablePrompt
 
+        HOLDING.set(f"held-out prompt {prompt.ordinal}")
         try:
             return await self._roll(prompt, work, 1)
         except ActorError as error:
@@ -197,19 +198,22 @@ class RolloutWorker(Actor):
     async def _serve(self, lease: Lease, prompt: Prompt) -> None:
         from monarch_rl.engine import UnusablePrompt
 
-        work = Purpose("train", self._task, None, self._sampling, lease.min_version, lease.attempt)
+        HOLDING.set(f"prompt {lease.ordinal}")
+        work, buffer = Purpose("train", self._task, None, self._sampling, lease.min_version, lease.attempt), self._buffer
+        reply: Future[bool] | Future[None]
         try:
-            async with asyncio.timeout(self._config.rollout.deadline_s):
-                group = await self._roll(prompt, work, self._config.generator.group_size)
-        except TimeoutError:
-            await self._buffer.fail.call_one(lease, f"rollout.deadline_s={self._config.rollout.deadline_s:g} passed")
+            with waiting("its group", self._config.rollout.deadline_s):
+                async with asyncio.timeout(self._config.rollout.deadline_s):
+                    group = await self._roll(prompt, work, self._config.generator.group_size)
+        except NamedTimeout:
+            reply = buffer.fail.call_one(lease, f"rollout.deadline_s={self._config.rollout.deadline_s:g} passed")
         except ActorError as error:
-            if isinstance(error.exception, UnusablePrompt):
-                await self._buffer.drop.call_one(lease, cause(error))
-            else:
-                await self._buffer.fail.call_one(lease, cause(error))
+            refused = isinstance(error.exception, UnusablePrompt)
+            reply = (buffer.drop if refused else buffer.fail).call_one(lease, cause(error))
         else:
-            await self._buffer.put.call_one(lease, group)
+            reply = buffer.put.call_one(lease, group)
+        with waiting("replay buffer (end of a lease)"):
+            await reply
 
     async def _roll(self, prompt: Prompt, work: Purpose, episodes: int) -> Group:
         """Generate and score the episodes of one prompt. Their first turns are one message to the generator."""
@@ -270,7 +274,7 @@ class RolloutWorker(Actor):
         return trajectory.turns[0] if len(trajectory.turns) == 1 else self._renderer.decode(trajectory.new_ids)
 
     async def _observe(self, prompt: Prompt, work: Purpose, turns: list[str]) -> Observation:
-        observation: Observation = await self._ask_scorer(prompt, 1, lambda scorer: scorer.observe.call_one(prompt, turns, work.other))
+        observation: Observation = await self._scorers.ask(lambda scorer: scorer.observe.call_one(prompt, turns, work.other), 1)
         return observation
 
     async def _score(self, group: Group, work: Purpose) -> None:
@@ -292,11 +296,6 @@ class RolloutWorker(Actor):
 
     async def _judge(self, prompt: Prompt, work: Purpose, episodes: list[Episode]) -> None:
         texts = [episode.text for episode in episodes]
-        scores = await self._ask_scorer(prompt, len(texts), lambda scorer: scorer.score.call_one(prompt, texts, work.other))
+        scores = await self._scorers.ask(lambda scorer: scorer.score.call_one(prompt, texts, work.other), len(texts))
         for episode, score in zip(episodes, scores, strict=True):
             episode.reward, episode.error, episode.turn_rewards = score.reward, score.error, list(score.turn_rewards)
-
-    async def _ask_scorer(self, prompt: Prompt, episodes: int, ask: Callable[[Scorer], Future[Any]]) -> Any:
-        """By the scorer that has least to do; each takes one at a time."""
-        who, deadline_s = f"scorer (prompt {prompt.ordinal})", self._config.rollout.deadline_s
-        return await self._scorers.ask(lambda scorer: answer(ask(scorer), who, deadline_s), episodes)

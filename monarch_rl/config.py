@@ -264,6 +264,7 @@ LEAST = {
     "generator.max_restarts": 0,
     "trainer.max_restarts": 0,
     "generator.burst_tokens": 0,
+    "generator.spares": 0,
     "rollout.max_restarts": 0,
     "scorer.max_restarts": 0,
     "generator.top_k": 0,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import json
 import logging
 import os
@@ -68,6 +69,12 @@ def engine_environment(cpu: bool) -> dict[str, str]:
     }
     # With more threads than idle cores torch spins: one thread is 10 to 40 times faster. Compiling helps nothing in eager mode.
     return common | ({"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"} if cpu else {})
+
+
+def import_vllm() -> None:
+    """What is imported for an engine, ahead of it; it is most of the time that one takes to start."""
+    for module in ("transformers", "vllm.v1.engine.llm_engine", "monarch_rl.engine", "monarch_rl.weights.pull"):
+        importlib.import_module(module)
 
 
 def build_llm(

@@ -21,6 +21,8 @@ class GeneratorConfig:
     """vLLM engines, one process mesh each"""
     max_restarts: int = 8
     """replicas that may be lost and replaced in a run; the next one that is lost ends it"""
+    spares: int = 0
+    """processes that have imported vLLM and wait for the place of a lost replica; each takes the room of one, on GPUs the emptiest GPU"""
     hang_s: float = 120.0
     """a replica that has something to decode and takes no step for so long is lost"""
     burst_tokens: int = 64

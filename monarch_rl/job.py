@@ -104,6 +104,7 @@ class Interrupt:
         for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)):
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves it
                 loop.add_signal_handler(number, self._on_signal, session, main, code)
+        loop.add_signal_handler(signal.SIGQUIT, lambda: session.show_waits())
 
     @contextlib.asynccontextmanager
     async def saves(self, session: Session) -> AsyncIterator[None]:

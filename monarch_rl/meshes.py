@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_rl.cluster.hosts import Hosts
 from monarch_rl.cluster.placement import Processes, place_generator, place_single, place_worker
 from monarch_rl.config import Config
-from monarch_rl.supervise import PROCESS_DIED, NamedTimeout, obituary
+from monarch_rl.supervise import PROCESS_DIED, obituary, waiting
 
 if TYPE_CHECKING:
     from monarch.actor import MeshFailure, ProcMesh
@@ -25,6 +25,8 @@ LEAVE_DEADLINE_S = 30.0
 """For the processes of a mesh to end that is not needed any more."""
 LEAVE_S = 0.1
 """From when a process says that it ends until it does, for the word to get out."""
+SILENT_S = 120.0
+"""A process that does not even say for so long what it waits for is taken for dead."""
 DEATH_NOTICE_S = 1.5
 """Monarch looks after its processes twice a second; so long may it take to hear of a death after its consequences."""
 
@@ -102,9 +104,10 @@ class Meshes:
         task = asyncio.ensure_future(waited)
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end when nobody waits for it any more
         try:
-            done, _ = await asyncio.wait({task, self.fault}, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-            if not done:
-                raise NamedTimeout(who, START_DEADLINE_S)
+            with waiting(who, START_DEADLINE_S):
+                done, _ = await asyncio.wait({task, self.fault}, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    raise TimeoutError
             return task.result() if task in done else self.fault.result()
         finally:
             task.cancel()
@@ -183,6 +186,11 @@ class Meshes:
                 left.set_result(died)
         if not meant:
             self._lost(died)
+
+    def hung(self, name: str) -> None:
+        """A process of this mesh gives no sign of life: as good as dead, unless another deals with it."""
+        if name not in self._ended and name not in self._left:
+            self._lost(f"{name.replace('_', ' ')} gave no sign of life for {SILENT_S:g} s")
 
 
 def oom_kills() -> int:

@@ -65,7 +65,8 @@ class Pool(Generic[A]):
 
     def __init__(self, kind: Kind[A], limits: Limits, meshes: Meshes, say: Callable[[str], None]) -> None:
         self._kind, self._limits, self._meshes, self._say = kind, limits, meshes, say
-        self._next = 0
+        self.next = 0
+        """Number of the member that is spawned next."""
         self._lost = 0
         self._tasks: asyncio.TaskGroup | None = None
         self.changing = asyncio.Lock()
@@ -77,8 +78,8 @@ class Pool(Generic[A]):
 
     def spawn(self, count: int) -> list[int]:
         """Start processes; returns their numbers at once."""
-        numbers = list(range(self._next, self._next + count))
-        self._next += count
+        numbers = list(range(self.next, self.next + count))
+        self.next += count
         for number in numbers:
             self.live[number] = self._kind.spawn(number)
             if self._tasks is not None:

@@ -169,7 +169,8 @@ class Records:
         self.console.row(self.rows[-1])
         every = self._config.console.rollouts_every
         if every and step and step % every == 0:
-            self.console.rollouts(await self._buffer.samples.call_one(console.SAMPLES))
+            groups = await answer(self._buffer.samples.call_one(console.SAMPLES), "replay buffer (samples)", DEADLINE_S)
+            self.console.rollouts(groups)
 
     def _add(self, row: dict[str, Any]) -> None:
         """An evaluation that no further row will hold."""

@@ -42,6 +42,7 @@ class Replicas:
         self._config, self._meshes, self._metrics = config, meshes, metrics
         self._starts: dict[int, asyncio.Future[LoadPlan]] = {}
         self._holding = False
+        self._spares: dict[int, Any] = {}
         self._pinning = asyncio.Lock()
         self.pool: Pool[Generator] = Pool(self, config.generator, meshes, say)
 
@@ -156,10 +157,7 @@ class Replicas:
     # --- what the pool asks for -------------------------------------------------------------------------------------
 
     def spawn(self, number: int) -> Generator:
-        from actors.generator import Generator
-
-        mesh = self._meshes.spawn_generator(number)
-        generator: Any = mesh.spawn(f"generator_{number}", Generator, self._config, number, self._metrics)
+        generator = self._spares.pop(number, None) or self._process(number)
         self._starts[number] = asyncio.ensure_future(generator.start.call_one().as_asyncio())
         return generator  # type: ignore[no-any-return]
 
@@ -173,6 +171,7 @@ class Replicas:
 
     def joins(self, number: int, generator: Generator) -> None:
         self._rollouts.tell(lambda worker: worker.add_generator.call_one(number, generator))
+        self._keep_spares()
 
     def lost(self, number: int) -> None:
         self._starts.pop(number).cancel()
@@ -192,3 +191,23 @@ class Replicas:
         """Decode steps."""
         steps: int | None = await generator.steps.call_one().as_asyncio()
         return steps
+
+    # --- spares -----------------------------------------------------------------------------------------------------
+
+    def _process(self, number: int) -> Any:
+        from actors.generator import Generator
+
+        mesh = self._meshes.spawn_generator(number)
+        return mesh.spawn(f"generator_{number}", Generator, self._config, number, self._metrics)
+
+    def _keep_spares(self) -> None:
+        """Have processes wait for the numbers that come next."""
+        for number in range(self.pool.next, self.pool.next + self._config.generator.spares):
+            if number not in self._spares:
+                self._spares[number] = self._process(number)
+                self._meshes.leave(f"generator_{number}")  # the death of one is found out when it is needed
+                self._tasks.create_task(self._warm_up(number), name=f"generator {number} (spare)")
+
+    async def _warm_up(self, number: int) -> None:
+        with contextlib.suppress(Exception):
+            await answer(self._spares[number].warm_up.call_one(), f"generator {number} (spare)", START_DEADLINE_S)

@@ -8,16 +8,22 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Generic, TypeVar
 
 from monarch_rl.engine_setup import is_lost
+from monarch_rl.supervise import waiting
 
 A = TypeVar("A")
 T = TypeVar("T")
 
 
 class Routes(Generic[A]):
-    """Actors by number, and how much each has been asked that it has not answered."""
+    """Actors by number, and how much each has been asked that it has not answered.
 
-    def __init__(self, actors: Mapping[int, A]) -> None:
-        self._actors = dict(actors)
+    Args:
+        kind: what they are called.
+        deadline_s: for an answer; None: as long as they are not lost.
+    """
+
+    def __init__(self, actors: Mapping[int, A], kind: str = "", deadline_s: float | None = None) -> None:
+        self._actors, self._kind, self._deadline_s = dict(actors), kind, deadline_s
         self._load = Counter[int]()
         self._pinned: dict[int, int] = {}  # to a step
         self._changed = asyncio.Event()
@@ -59,13 +65,18 @@ class Routes(Generic[A]):
         it needs, see `pin`.
 
         Where there is none, one is waited for. One that is lost meanwhile is asked no more, and the error is raised.
+
+        Raises:
+            NamedTimeout: it did not answer in time.
         """
         while not self._actors:
             await self._changed.wait()
         chosen = preferred if preferred in self._actors else self._choose(step)
         self._load[chosen] += load
         try:
-            return await ask(self._actors[chosen])
+            with waiting(f"{self._kind} {chosen}", self._deadline_s):
+                async with asyncio.timeout(self._deadline_s):
+                    return await ask(self._actors[chosen])
         except Exception as error:
             if is_lost(error):
                 self.lose(chosen)

@@ -16,7 +16,7 @@ from monarch_rl.config import Config
 from monarch_rl.evaluation import Evaluated, evaluate
 from monarch_rl.lives import Progress
 from monarch_rl.loop import TrainerRestarted
-from monarch_rl.meshes import START_DEADLINE_S, ActorDied, Meshes
+from monarch_rl.meshes import SILENT_S, START_DEADLINE_S, ActorDied, Meshes
 from monarch_rl.observe.metrics import trainer_figures
 from monarch_rl.observe.timeline import Span
 from monarch_rl.recorded import Witness
@@ -26,6 +26,7 @@ from monarch_rl.saving import Saving, heard
 from monarch_rl.supervise import answer, ended, root
 from monarch_rl.trainers import Trainers
 from monarch_rl.types import Version
+from monarch_rl.watchdog import Watchdog
 from monarch_rl.workers import Known, RolloutWorkers, Scorers
 
 if TYPE_CHECKING:
@@ -271,6 +272,8 @@ class Running:
             tasks.create_task(ended(self._meshes.fault), name="watch")
             tasks.create_task(self._records.listen(), name="listen")
             tasks.create_task(self._records.write(), name="records")
+            watchdog = Watchdog(self._meshes.processes, self._records.console.say, self._meshes.hung, SILENT_S)
+            tasks.create_task(watchdog.watch(), name="watchdog")
             self._begun.set()
             self._trainers.watch()
             tasks.create_task(self._keep_trainers(), name="trainers")
@@ -300,7 +303,7 @@ class Running:
             if step != self.version.step + 1:
                 raise TrainerRestarted
             try:
-                ranks = list((await self._trainers.ranks.step.call(step)).values())
+                ranks = list((await answer(self._trainers.ranks.step.call(step), f"trainers (step {step})", None)).values())
             except Exception as error:
                 raise Halted(f"stopped before step {step}") if self._halted else error from None
             for rank, stepped in enumerate(ranks):

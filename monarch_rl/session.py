@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from monarch_rl import figures, loop, preflight, tables
+from monarch_rl import figures, loop, preflight, tables, watchdog
 from monarch_rl.changes import settle, tell
 from monarch_rl.config import Config, UserError
 from monarch_rl.evaluation import Evaluated
@@ -292,6 +292,18 @@ class Session(Running):
         answers = await asyncio.gather(*[asyncio.wait_for(reply, 10.0) for _, reply in asked], return_exceptions=True)
         usages = [None if isinstance(reply, BaseException) else list(reply.values()) for reply in answers]
         return tables.of_processes({name: usage for (name, _), usage in zip(asked, usages, strict=True)})
+
+    async def waits(self) -> Table:
+        """Who waits for whom, for how long, and holding which prompt. `kill -QUIT` of the controller prints the same."""
+        self._check_open()
+        return watchdog.table(await watchdog.look(self._meshes.processes()))
+
+    def show_waits(self) -> None:
+        """Print `waits`, soon."""
+        self._shown = asyncio.get_running_loop().create_task(self._show_waits(), name="who waits for whom")
+
+    async def _show_waits(self) -> None:
+        self._records.console.say(repr(watchdog.table(await watchdog.look(self._meshes.processes()))))
 
     @property
     def trainer(self) -> Table:

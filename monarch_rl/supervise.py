@@ -5,8 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 import signal
-from collections.abc import Coroutine, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+import time
+from collections import deque
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
     from monarch.actor import Future
@@ -24,25 +28,68 @@ class NamedTimeout(Exception):
         super().__init__(f"no answer from {who} within {deadline_s:g} s")
 
 
-async def answer(reply: Future[T], who: str, deadline_s: float) -> T:
-    """The reply of an actor, awaited at most `deadline_s` seconds.
+class Wait(NamedTuple):
+    """Of this process."""
+
+    who: str
+    """is waited for: an actor, and in brackets what for"""
+    for_s: float
+    """so long by now"""
+    deadline_s: float | None
+    """None: as long as the other process gives signs of life, which the controller's watchdog sees to"""
+    holding: str
+    """what the waiter holds meanwhile, such as a lease"""
+
+
+HOLDING: ContextVar[str] = ContextVar("HOLDING", default="")
+"""What the running task holds, for those who look at its waits."""
+
+_open: dict[object, tuple[str, float, float | None, str]] = {}
+_passed: deque[Wait] = deque(maxlen=100)
+
+
+@contextmanager
+def waiting(who: str, deadline_s: float | None = None) -> Iterator[None]:
+    """Shown among the waits of this process; a TimeoutError inside gets its name.
 
     Raises:
         NamedTimeout: says who did not answer.
     """
+    key, holding, since = object(), HOLDING.get(), time.monotonic()
+    _open[key] = who, since, deadline_s, holding
     try:
+        yield
+    except TimeoutError:
+        if deadline_s is None:
+            raise
+        _passed.append(Wait(who, time.monotonic() - since, deadline_s, holding))
+        raise NamedTimeout(who, deadline_s) from None
+    finally:
+        del _open[key]
+
+
+def waits() -> tuple[list[Wait], list[Wait]]:
+    """All that are open in this process, and those whose deadline has passed since this was asked last."""
+    now = time.monotonic()
+    passed = [_passed.popleft() for _ in range(len(_passed))]
+    return [Wait(who, now - since, deadline_s, holding) for who, since, deadline_s, holding in list(_open.values())], passed
+
+
+async def answer(reply: Future[T], who: str, deadline_s: float | None) -> T:
+    """The reply of an actor, awaited at most `deadline_s` seconds; None: as long as its process gives signs of life.
+
+    Raises:
+        NamedTimeout: says who did not answer.
+    """
+    with waiting(who, deadline_s):
         async with asyncio.timeout(deadline_s):  # `wait_for` of Python 3.11 is deaf to a cancellation that comes together with the answer
             return await reply.as_asyncio()
-    except TimeoutError:
-        raise NamedTimeout(who, deadline_s) from None
 
 
 def answer_blocking(reply: Future[T], who: str, deadline_s: float) -> T:
     """`answer` for actors without an event loop."""
-    try:
+    with waiting(who, deadline_s):
         return reply.get(timeout=deadline_s)
-    except TimeoutError:
-        raise NamedTimeout(who, deadline_s) from None
 
 
 async def ended(waited: asyncio.Future[Any]) -> None:

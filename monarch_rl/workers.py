@@ -43,7 +43,7 @@ class RolloutWorkers:
     def __init__(self, config: Config, meshes: Meshes, known: Known, say: Callable[[str], None]) -> None:
         self._config, self._meshes, self._known = config, meshes, known
         self.pool: Pool[RolloutWorker] = Pool(self, config.rollout, meshes, say)
-        self.routes: Routes[RolloutWorker] = Routes({})
+        self.routes: Routes[RolloutWorker] = Routes({}, self.name)
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
         """From now on they work, and one that is lost is replaced."""

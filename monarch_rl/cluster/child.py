@@ -27,4 +27,5 @@ def die_with_parent(parent: int) -> None:
 
 if __name__ == "__main__":
     die_with_parent(int(os.environ[CONTROLLER]))
+    signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # a terminal sends it to all; the controller shows who waits for whom
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)

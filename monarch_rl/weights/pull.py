@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import Tensor
 
+from monarch_rl.supervise import waiting
 from monarch_rl.types import Version
 from monarch_rl.weights import transport
 from monarch_rl.weights.board import Delta, Offer, Sealed
@@ -238,7 +239,8 @@ class Reader:
     async def _offers(self, held: Version | None, least: int, *, releases: bool = True) -> list[Offer]:
         ranks = range(self._puller.ranks)
         asked = [self._publishers.slice(rank=rank).next.call_one(self._name, held, least, releases).as_asyncio() for rank in ranks]
-        offers: list[Offer | None] = await asyncio.gather(*asked)
+        with waiting("trainers (a newer version)"):
+            offers: list[Offer | None] = await asyncio.gather(*asked)
         if None in offers:
             raise RuntimeError(f"two readers of the weights call themselves {self._name}")
         known = cast(list[Offer], offers)
@@ -257,7 +259,8 @@ class Reader:
         """Have all ranks keep a publish that is to come; its number. None: they do that for another reader, or go too fast."""
         for margin in range(MARGINS):
             number = self._known + (1 << margin)
-            agreed = await self._publishers.keep.call(self._name, number)
+            with waiting("trainers (keeping a version)"):
+                agreed = await self._publishers.keep.call(self._name, number)
             if all(agreed.values()):
                 self._late = 0  # one that is kept and comes too late all the same is not kept again at once
                 return number

@@ -61,11 +61,11 @@ def sampled(pieces: list[Generation]) -> list[int]:
     return [int(id) for piece in pieces for id in piece.ids_T]
 
 
-def only_in_one(generations: list[Generation], within: int) -> tuple[int, int]:
-    """(episode, an id that it alone has among its first `within`), and that is not its first."""
+def ends_one(generations: list[Generation]) -> tuple[int, int]:
+    """(episode, an id that comes within its first burst), and in none of the others before the replica dies."""
     for index, generation in enumerate(generations):
-        others = {int(id) for other in generations if other is not generation for id in other.ids_T}
-        for id in generation.ids_T[1:within].tolist():
+        others = {int(id) for other in generations if other is not generation for id in other.ids_T[:DIES_AFTER]}
+        for id in generation.ids_T[1:BURST].tolist():
             if id not in others:
                 return index, id
     raise AssertionError("no such id")
@@ -76,7 +76,7 @@ async def test_episodes_go_on_from_what_a_killed_replica_has_streamed(generators
     doomed, heir = generators
     sampling = Sampling(BUDGET, 0.7, top_p=0.9)
     undisturbed = await heir.actor.generate.call_one(PROMPT, sampling, SEEDS, 0)
-    ended, stop_id = only_in_one(undisturbed, BURST)
+    ended, stop_id = ends_one(undisturbed)
     sampling = Sampling(BUDGET, 0.7, top_p=0.9, stop_ids=(stop_id,))
     routes = Routes({0: doomed.actor})
     streams = Streams(routes, "rollout 0", BURST)

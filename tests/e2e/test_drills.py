@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 from pathlib import Path
 from random import Random
 
@@ -54,6 +55,8 @@ def test_one_of_two_generators_is_killed(tmp_path: Path) -> None:
     """Case 39: the other goes on, and the trainer with it."""
     with started(tmp_path, *DRILL, "generator.replicas=2") as job:
         job.until_steps(2)
+        job.process.send_signal(signal.SIGQUIT)
+        job.until_said("who waits for whom")
         job.kill("generator_1 0")
         job.until_said("generator 2 takes its place")
         check(job)

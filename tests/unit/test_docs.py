@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 from collections.abc import Iterator
@@ -81,6 +82,42 @@ def test_messages_that_are_explained_exist() -> None:
     said = "\n".join(chain.from_iterable(map(texts, sources())))
     assert [fragment for fragment in messages() if fragment not in said and fragment not in documented_metrics()] == []
     assert len(messages()) > 20
+
+
+def waits() -> Iterator[tuple[str, str]]:
+    """Name and deadline of each wait for an actor, as the code has them; `…` stands for what differs."""
+    at = {"answer": (1, 2), "answer_blocking": (1, 2), "each": (1, 2), "waiting": (0, 1), "alive": (0, 9)}
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = ast.unparse(node.func).rpartition(".")[2] if isinstance(node, ast.Call) else ""
+            if called in at and isinstance(node, ast.Call) and len(node.args) > at[called][0]:
+                name, deadline = (
+                    node.args[i] if i < len(node.args) else ast.Constant("each" if called == "each" else None) for i in at[called]
+                )
+                if isinstance(name, ast.Constant | ast.JoinedStr):
+                    parts = [name] if isinstance(name, ast.Constant) else name.values
+                    said = "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in parts)
+                    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+                    yield said, "900 s" if called == "alive" else deadline_of(deadline, vars(module))
+
+
+def deadline_of(node: ast.expr, names: dict[str, object]) -> str:
+    """Empty where it takes a calculation, or is not said."""
+    text = ast.unparse(node)
+    if text == "None":
+        return "alive"
+    if found := re.search(r"config\.([a-z]+\.[a-z_]+)$", text):
+        return f"`{found[1]}`"
+    value = names.get(text) if isinstance(node, ast.Name) else node.value if isinstance(node, ast.Constant) else None
+    return f"{value:g} s" if isinstance(value, float) else ""
+
+
+def test_the_table_of_waits_has_their_deadlines() -> None:
+    rows = [line.split(" | ") for line in (DOCS / "failures.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    table = {who.strip("| `"): deadline for who, deadline, _ in rows}
+    found = {who: deadline for who, deadline in waits() if who in table}
+    assert len(found) > 30
+    assert {who: (deadline, table[who]) for who, deadline in found.items() if deadline not in table[who]} == {}
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))

@@ -121,7 +121,10 @@ def test_a_second_signal_closes_without_a_checkpoint() -> None:
     for said in ("closing after", "closing (at most 10 s; once more to end at once)"):
         process.send_signal(SIGINT)
         assert process.stdout.readline().startswith(said)
-    out, err = process.communicate(timeout=30)
+    # Not `communicate`: it would miss what the lines above have read ahead.
+    assert process.stderr is not None
+    out, err = process.stdout.read(), process.stderr.read()
+    process.wait(30)
     assert out == "closed\n"
     assert err == f"error: interrupted{NOTHING.format('it was interrupted again')}\n"
     assert process.returncode == 130
