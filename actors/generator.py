@@ -46,7 +46,7 @@ class Generator(Actor):
         self._workers: dict[str, Port[tuple[int, Burst]]] = {}
         self._pinned, self._unpinned = False, asyncio.Event()
         self._unpinned.set()
-        self._shut = False
+        self._shut = self._base_checked = False
 
     @concurrent_endpoint
     async def warm_up(self) -> None:
@@ -67,9 +67,9 @@ class Generator(Actor):
         from monarch_rl.rendering import model_directory
 
         config = self._config
-        directory = str(model_directory(config.model.path))
+        self._directory = str(model_directory(config.model.path, weights=config.model.lora.rank > 0))
         self._engine = Engine(
-            directory,
+            self._directory,
             config.model.dtype,
             seed=config.seed,
             overrides=dict(config.generator.engine),
@@ -77,6 +77,7 @@ class Generator(Actor):
             keep_masks=config.generator.keep_mask and Sampling.of(config.generator).truncates,
             keep_routing=config.generator.keep_routing,
             stop_texts=bool(config.generator.stop),
+            lora=config.model.lora,
             burst_tokens=config.generator.burst_tokens,
         )
         try:
@@ -114,14 +115,22 @@ class Generator(Actor):
         self._workers[worker] = port
 
     @concurrent_endpoint
-    async def follow(self, publishers: Publisher, slots: list[list[SlotBuffers]], plan_digest: str) -> None:
+    async def follow(self, publishers: Publisher, slots: list[list[SlotBuffers]], plan_digest: str, base: dict[str, int]) -> None:
         """Pull and swap every version that the trainers publish, until `unfollow`, or until they are gone. A second call takes the place
-        of the first."""
+        of the first.
+
+        Args:
+            base: the trainer's fingerprints of the base model; empty where all weights travel, or nothing is to be compared.
+
+        Raises:
+            WeightsDiffer: the engine has read another base model than the trainer.
+        """
         from monarch_rl.weights import transport
         from monarch_rl.weights.pull import Puller, Reader
 
         if self._plan.digest != plan_digest:
             raise RuntimeError(f"{self.name}: its engine cuts the weights differently from generator 0; all replicas must share one layout")
+        await self._check_base(base)
         transport.demand(self._config.weights.transport, self.name)
         await transport.warm_up()
         if self._following is not None:
@@ -196,6 +205,11 @@ class Generator(Actor):
         return await self._engine.fingerprints()
 
     @concurrent_endpoint
+    async def base_fingerprints(self) -> dict[str, int]:
+        """The same of the base model, where only adapters travel."""
+        return await self._engine.fingerprints(base=True)
+
+    @concurrent_endpoint
     async def shut(self) -> None:
         """Stop pulling and decoding."""
         self._shut = True
@@ -252,6 +266,18 @@ class Generator(Actor):
             if isinstance(error.__cause__, WeightsDiffer):
                 raise WeightsDiffer(f"{self.name}: {error.__cause__}") from error
             raise
+
+    async def _check_base(self, expected: dict[str, int]) -> None:
+        from monarch_rl.weights.pull import WeightsDiffer
+
+        if self._base_checked or not expected:
+            return
+        found = await self._engine.fingerprints(base=True)
+        if other := [name for name in expected | found if expected.get(name) != found.get(name)]:
+            raise WeightsDiffer(
+                f"{self.name}: the base model that it has read from {self._directory} is not the trainer's: {other[0]} differs"
+            )
+        self._base_checked = True
 
     async def _holds(self, min_version: int) -> None:
         while self._engine.version is None or self._engine.version.pack() < min_version:

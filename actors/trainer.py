@@ -64,7 +64,7 @@ class Trainer(Actor):
         from monarch_rl.checkpoint import Saver
         from monarch_rl.cluster.local import loopback_store
         from monarch_rl.learner import Learner
-        from monarch_rl.models import load_causal_lm
+        from monarch_rl.models import add_adapters, load_causal_lm
 
         cuda = torch.cuda.is_available()
         if cuda:
@@ -75,15 +75,19 @@ class Trainer(Actor):
         self._saver = Saver(dist.new_group(backend="gloo"))
         mesh = init_device_mesh("cuda" if cuda else "cpu", (self._world,), mesh_dim_names=("fsdp",))
         model, bf16 = self._config.model, self._config.model.dtype == "bfloat16"
+        policy = load_causal_lm(model.path)
+        if model.lora.rank:
+            add_adapters(policy, model.lora, self._config.seed)
+        copied = self._config.trainer.kl and not model.lora.rank
         self._learner = Learner(
-            load_causal_lm(model.path),
+            policy,
             self._config.trainer,
             total_steps=self._config.steps,
             device_mesh=mesh,
             bf16=bf16,
             length_budget=self._config.generator.max_new_tokens,
             # Read here and nowhere else: a resume restores the policy alone, so the reference stays what it was.
-            reference=load_causal_lm(model.path, torch.bfloat16 if bf16 else torch.float32) if self._config.trainer.kl else None,
+            reference=load_causal_lm(model.path, torch.bfloat16 if bf16 else torch.float32) if copied else None,
         )
 
     @endpoint
@@ -159,7 +163,7 @@ class Trainer(Actor):
 
     @endpoint
     def save(self, path: Path) -> None:
-        """Write the model as a Hugging Face directory (collective; rank 0 writes)."""
+        """Write the model as a Hugging Face directory, adapters merged (collective; rank 0 writes)."""
         import torch
 
         from monarch_rl.models import save_pretrained
@@ -168,13 +172,20 @@ class Trainer(Actor):
         save_pretrained(self._learner.model, path, self._config.model.path, dtype)
 
     @endpoint
+    def save_adapters(self, path: Path) -> None:
+        """Write the adapters as peft does (collective; rank 0 writes)."""
+        from monarch_rl.models import save_adapters
+
+        save_adapters(self._learner.model, path)
+
+    @endpoint
     def fingerprints(self, plan: LoadPlan) -> dict[str, int]:
-        """What `Generator.fingerprints` must say when it holds these weights (collective)."""
-        from monarch_rl.models import full_tensors
+        """What `Generator.fingerprints` must say when it holds these weights (collective); the plan may be that of the base model."""
+        from monarch_rl.models import base_weights, travelling, whole
         from monarch_rl.weights.slots import fingerprints
 
-        full = full_tensors(self._learner.model)
-        return fingerprints(plan, [piece.cut(full[piece.name]) for piece in plan.pieces])
+        tensors = base_weights(self._learner.model.causal_lm) | travelling(self._learner.model)
+        return fingerprints(plan, (piece.cut(whole(tensors[piece.name])) for piece in plan.pieces))
 
     @endpoint
     def shut(self) -> None:

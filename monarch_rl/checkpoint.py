@@ -32,6 +32,8 @@ PROGRESS = "progress.json"
 LEDGER = "ledger.npz"
 GROUPS = "groups.npz"
 PREFIX = "step_"
+BASE = "base of the adapters"
+"""Of what the trainers write: the digest of the weights that adapters were trained on."""
 METADATA = ".metadata"
 """Where torch's distributed checkpoint says what is in which file."""
 NOUNS = {
@@ -199,15 +201,18 @@ class Saver:
 
 def load(learner: Learner, folder: Path) -> None:
     """Collective. Model and optimizer go on as they were; weights of another model are refused by torch, with their names."""
-    from torch.distributed.checkpoint.state_dict import set_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
 
     check_metadata(folder)
     state = _state(learner)
     with _one_line(UserError, f"resume={folder}: does not fit this model, or is damaged"):
         load(state, checkpoint_id=folder)
+    if learner.adapted and int(state[BASE]) != learner.base:
+        raise UserError(f"resume={folder}: its adapters were trained on other weights than those of model.path")
     optimizer = state["optimizer"] | {"param_groups": _optimizer_state(learner)["param_groups"]}
-    set_state_dict(learner.model, learner.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer)
+    options = StateDictOptions(strict=not learner.adapted)  # the base model is not in it
+    set_state_dict(learner.model, learner.optimizer, model_state_dict=state["model"], optim_state_dict=optimizer, options=options)
 
 
 def check_metadata(folder: Path) -> None:
@@ -245,10 +250,17 @@ def _one_line(kind: type[Exception], what: str) -> Iterator[None]:
 
 
 def _state(learner: Learner) -> dict[str, Any]:
-    """Tensors alone, those that the learner works on. Settings of the optimizer are the configuration's to say."""
+    """Tensors alone, those that the learner works on, and of a base that adapters are trained on its digest. Settings of the optimizer are
+    the configuration's to say."""
+    import torch
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
-    return {"model": get_model_state_dict(learner.model), "optimizer": {"state": _optimizer_state(learner)["state"]}}
+    model, optimizer = get_model_state_dict(learner.model), {"state": _optimizer_state(learner)["state"]}
+    if not learner.adapted:
+        return {"model": model, "optimizer": optimizer}
+    trained = {name for name, parameter in learner.model.named_parameters() if parameter.requires_grad}
+    kept = {name: weight for name, weight in model.items() if name in trained}
+    return {"model": kept, "optimizer": optimizer, BASE: torch.tensor([learner.base])}
 
 
 def _optimizer_state(learner: Learner) -> dict[str, Any]:
@@ -258,8 +270,8 @@ def _optimizer_state(learner: Learner) -> dict[str, Any]:
 
 
 def _held(learner: Learner) -> list[Tensor]:
-    """This rank's shards of weights and moments."""
-    return list(_tensors([*learner.model.parameters(), *learner.optimizer.state.values()]))
+    """This rank's shards of what is trained, and of its moments."""
+    return list(_tensors([*learner.parameters, *learner.optimizer.state.values()]))
 
 
 def _tensors(state: Any) -> Iterator[Tensor]:

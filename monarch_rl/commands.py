@@ -102,14 +102,18 @@ def _eval(arguments: list[str]) -> int:
 
 
 def _export(arguments: list[str]) -> int:
-    words, options = _options(arguments, {"--to": "a folder", "--dtype": " or ".join(DTYPES)})
+    adapter = "--adapter" in arguments
+    rest = [argument for argument in arguments if argument != "--adapter"]
+    words, options = _options(rest, {"--to": "a folder", "--dtype": " or ".join(DTYPES)})
     dtype = options.get("--dtype", "")
     if dtype and dtype not in DTYPES:
         raise UserError(f"--dtype must be {' or '.join(DTYPES)}, got {dtype!r}")
+    if adapter and dtype:
+        raise UserError("--dtype: an adapter is written in float32")
     folder = _one_folder("export", words)
     from monarch_rl.export import export
 
-    print(export(folder, Path(options["--to"]) if "--to" in options else None, dtype or None), flush=True)
+    print(export(folder, Path(options["--to"]) if "--to" in options else None, dtype or None, adapter=adapter), flush=True)
     return 0
 
 
@@ -173,11 +177,12 @@ The last line on stdout is one JSON object: accuracy, prompts, unscorable, versi
         _eval,
     ),
     "export": Command(
-        "export OUTPUT_DIR [--to DIR] [--dtype float32|bfloat16]",
+        "export OUTPUT_DIR [--to DIR] [--dtype float32|bfloat16 | --adapter]",
         "the newest weights of a run as a Hugging Face directory",
         """Takes the newer of OUTPUT_DIR/model and the last of OUTPUT_DIR/checkpoints.
   --to DIR    where to write (OUTPUT_DIR/export); must be empty or absent
-  --dtype     of the weights; without it the run's model.dtype""",
+  --dtype     of the weights; without it the run's model.dtype
+  --adapter   of a run with model.lora.rank: the adapters alone, in peft's format; without it they are merged""",
         _export,
     ),
     "inspect": Command(

@@ -25,6 +25,16 @@ TrackerName = Literal["tensorboard", "wandb", "trackio"]
 
 
 @dataclass
+class LoraConfig:
+    rank: int = 0
+    """of the adapters, which alone are trained and sent to the generators (docs/lora.md); 0 means none: all weights are trained"""
+    alpha: int = 32
+    """adapters are scaled by alpha / rank"""
+    targets: list[str] = field(default_factory=lambda: ["all"])
+    """last names of the linear layers that get one, e.g. [q_proj, v_proj]; all: every linear layer but the output layer"""
+
+
+@dataclass
 class ModelConfig:
     path: str = "tiny"
     """Hugging Face directory or hub name of a causal LM; `tiny` is the built-in 0.6 M Qwen3"""
@@ -34,6 +44,7 @@ class ModelConfig:
     """first message of every chat prompt that has no system message of its own"""
     chat_template: dict[str, Any] = field(default_factory=dict)
     """arguments of the model's chat template, e.g. model.chat_template.enable_thinking=false"""
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
@@ -261,6 +272,7 @@ def _field_help() -> dict[tuple[str, str], str]:
 LEAST = {
     "seed": 0,
     "epochs": 0,
+    "model.lora.rank": 0,
     "generator.max_restarts": 0,
     "trainer.max_restarts": 0,
     "generator.burst_tokens": 0,
@@ -285,6 +297,9 @@ MAY_BE_ZERO = {
 }
 """Numbers that are not simply above 0."""
 
+LARGEST_RANK = 512
+"""Of an adapter, in vLLM."""
+
 TASK_PART_KEYS = ("name", "weight", "args")
 """Of one part of a mixture in `task`."""
 
@@ -299,6 +314,10 @@ def validate(config: Config) -> None:
         _check_value(key, attrgetter(key.name)(config))
     _check_ages(config)
     _check_task(config)
+    if (lora := config.model.lora).rank > LARGEST_RANK:
+        raise ConfigError(f"model.lora.rank: must be at most {LARGEST_RANK}, the largest that vLLM serves, got {lora.rank}")
+    if not lora.targets:
+        raise ConfigError("model.lora.targets: must name at least one linear layer; for no adapters set model.lora.rank=0")
     mistakes = generator_config.mistake(config.generator), trainer_config.mistake(config.trainer), cluster_config.mistake(config.cluster)
     if wrong := next(filter(None, mistakes), ""):
         raise ConfigError(wrong)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from monarch_rl.engine_bursts import Burst, Bursts, Call, Request
 from monarch_rl.engine_channels import Recorded
 from monarch_rl.engine_requests import count_tokens, generation_of, go_on, request_parameters
-from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, salt_anew, tensor_shapes, unpack
+from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, record_loads, salt_anew, unpack
 from monarch_rl.generator_config import COLDEST
 from monarch_rl.observe import timeline
 from monarch_rl.types import Generation, Sampling, Version
@@ -28,6 +28,7 @@ from monarch_rl.types import Generation, Sampling, Version
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from monarch_rl.config import LoraConfig
     from monarch_rl.weights.plan import LoadPlan
 
 T = TypeVar("T")
@@ -66,11 +67,12 @@ class Engine:
     """One vLLM engine. All methods are to be called from the event loop that called `start`.
 
     Args:
-        model_path: a Hugging Face directory or hub name; only its configuration is read, weights arrive by `swap`.
+        model_path: a Hugging Face directory or hub name; only its configuration is read, weights arrive by `swap`. See `lora`.
         overrides: `generator.engine.*`, passed on to vLLM's EngineArgs.
         kv: what becomes of the keys and values of unfinished requests at a swap.
         keep_masks: generations have the channel `MASK`, even those that leave nothing out.
         keep_routing: generations of a mixture of experts have the channel `ROUTING`; their prefixes are never taken from the cache.
+        lora: with a rank, weights are the model's own and stay so, and what arrives by `swap` is the adapter of all requests.
         stop_texts: requests may have `Sampling.stop`, for which vLLM loads the tokenizer.
         burst_tokens: tokens after which a call that asks for it is told what its requests have sampled, again and again; 0: never.
     """
@@ -86,11 +88,12 @@ class Engine:
         keep_masks: bool = False,
         keep_routing: bool = False,
         stop_texts: bool = False,
+        lora: LoraConfig | None = None,
         burst_tokens: int = 0,
     ) -> None:
-        self._model_path, self._kv = model_path, kv
+        self._model_path, self._kv, self._lora = model_path, kv, lora if lora and lora.rank else None
         switches = {"keep_masks": keep_masks, "keep_routing": keep_routing, "stop_texts": stop_texts}
-        self._build_llm = partial(build_llm, model_path, dtype, seed, overrides, **switches)
+        self._build_llm = partial(build_llm, model_path, dtype, seed, overrides, lora=self._lora, **switches)
         self._failure: EngineError | None = EngineError("the engine was not started")
         self._waiting: set[asyncio.Future[Any]] = set()
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -162,9 +165,9 @@ class Engine:
         """
         return await self._ask(partial(self._swap, write, version, compare))
 
-    async def fingerprints(self) -> dict[str, int]:
-        """Checkpoint tensor → checksum of what the engine holds of it, see `weights.slots.fingerprints`."""
-        return await self._ask(self._fingerprints)
+    async def fingerprints(self, *, base: bool = False) -> dict[str, int]:
+        """Checkpoint tensor → checksum of what the engine holds of it, see `weights.slots.fingerprints`; `base`: of `LoadPlan.base`."""
+        return await self._ask(partial(self._fingerprints, base))
 
     async def failed(self) -> None:
         """Raises EngineError when the engine fails; until then it waits."""
@@ -322,7 +325,8 @@ class Engine:
         # The salt keeps a prefix that other weights computed from being found in the cache.
         prompt = tokens_input(ids, cache_salt=str(self._version))
         for index, (name, seed) in enumerate(seeds.items()):
-            internal = self._llm.add_request(name, prompt, request_parameters(sampling, seed, room, self._recorded))
+            parameters = request_parameters(sampling, seed, room, self._recorded)
+            internal = self._llm.add_request(name, prompt, parameters, lora_request=self._adapter)
             state = self._llm.output_processor.request_states[internal]
             go_on(self._llm, state, sampling)
             self._requests[name] = call.running[index] = Request(call, index, state)
@@ -367,9 +371,11 @@ class Engine:
             self._read_live(compare)
         return pause_s
 
-    def _fingerprints(self) -> dict[str, int]:
+    def _fingerprints(self, base: bool) -> dict[str, int]:
         from monarch_rl.weights.slots import fingerprints
 
+        if base:
+            return fingerprints(self._plan.base, self._base_views) if self._plan.base else {}
         return self._read_live(partial(fingerprints, self._plan))
 
     def _read_live(self, read: Callable[[list[Tensor]], T]) -> T:
@@ -380,19 +386,13 @@ class Engine:
         return found
 
     def _build(self) -> LoadPlan:
-        from vllm.config import set_current_vllm_config
-
-        from monarch_rl.weights.plan import record
-
         self._llm, self._recorded = self._build_llm()
         self._context = int(self._llm.model_config.max_model_len)
         self._vocabulary = int(self._llm.model_config.get_vocab_size())
         count_tokens(self._llm, self._count)
         (model,) = self._llm.apply_model(lambda model: model)
         self._experts = experts_to_pack(model)
-        # Some of vLLM's models are built on transformers' classes and look for the configuration wherever one is made.
-        with set_current_vllm_config(self._llm.vllm_config):
-            self._plan, self._views = record(model, tensor_shapes(self._model_path))
+        self._plan, self._views, self._base_views, self._adapter = record_loads(self._llm, model, self._model_path, self._lora)
         return self._plan
 
     def _count(self, tokens: int) -> None:

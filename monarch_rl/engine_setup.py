@@ -12,13 +12,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monarch_rl import engine_adapter
+from monarch_rl.config import UserError
 from monarch_rl.engine_channels import Experts, Recorded, record_masks, record_routing
 from monarch_rl.supervise import root
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from monarch_rl.weights.plan import Shape
+    from monarch_rl.config import LoraConfig
+    from monarch_rl.weights.plan import LoadPlan, Shape
 
 CPU_CONTEXT = 4096
 """Tokens; the longest sequence on CPU unless the model's own limit is lower or `generator.engine.max_model_len` says otherwise."""
@@ -78,7 +81,15 @@ def import_vllm() -> None:
 
 
 def build_llm(
-    model_path: str, dtype: str, seed: int, overrides: dict[str, Any], *, keep_masks: bool, keep_routing: bool, stop_texts: bool = False
+    model_path: str,
+    dtype: str,
+    seed: int,
+    overrides: dict[str, Any],
+    *,
+    keep_masks: bool,
+    keep_routing: bool,
+    stop_texts: bool = False,
+    lora: LoraConfig | None = None,
 ) -> tuple[Any, Recorded]:
     """An LLMEngine that has sampled one token, so that what this machine cannot run fails now and not at the first request.
 
@@ -95,11 +106,15 @@ def build_llm(
     if cpu:
         logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # there is no Triton for CPUs
         _keep_weights_live()
+        if lora:
+            engine_adapter.multiply_once()
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     experts = experts_to_keep(model_path) if keep_routing else None
     # vLLM's own switches need its second model runner, which there is not on CPUs.
     switches = {"return_sampling_mask": keep_masks, "enable_return_routed_experts": experts is not None}
-    own = {"skip_tokenizer_init": not stop_texts} | ({} if cpu else {name: True for name, on in switches.items() if on})
+    own: dict[str, Any] = {"skip_tokenizer_init": not stop_texts} | ({} if cpu else {name: True for name, on in switches.items() if on})
+    if lora:
+        own |= engine_adapter.arguments(lora.rank, tensor_shapes(model_path, lora)[1])
     arguments = _arguments(overrides, known, model=model_path, dtype=dtype, seed=seed, **own)
     if cpu:
         arguments = _cpu_arguments(arguments)
@@ -134,7 +149,7 @@ def experts_to_keep(model_path: str) -> Experts | None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(model_path).get_text_config()
-    count = max([0, *(found for name in EXPERTS if isinstance(found := getattr(config, name, None), int))])
+    count = count_experts(config)
     if count <= 1:
         return None
     if config.model_type not in REPLAYED:
@@ -143,6 +158,12 @@ def experts_to_keep(model_path: str) -> Experts | None:
             f"{', '.join(REPLAYED)}; generator.keep_routing=false lets it choose experts anew"
         )
     return Experts(count, config.num_hidden_layers, config.num_experts_per_tok)
+
+
+def count_experts(config: Any) -> int:
+    """Of a model's configuration; 0 or 1 where it is no mixture of experts."""
+    text = config.get_text_config()
+    return max([0, *(found for name in EXPERTS if isinstance(found := getattr(text, name, None), int))])
 
 
 def salt_anew(llm: Any, salt: str) -> None:
@@ -216,7 +237,7 @@ def _packed_order(weights: Tensor, isa: str) -> Tensor:
 
 def _arguments(overrides: dict[str, Any], known: set[str], **own: Any) -> dict[str, Any]:
     """EngineArgs with the user's overrides, which may not undo what the versions and logprobs of tokens rest on."""
-    fixed = own | {
+    fixed = {
         "load_format": "dummy",
         "logprobs_mode": "processed_logprobs",
         "async_scheduling": False,
@@ -224,6 +245,7 @@ def _arguments(overrides: dict[str, Any], known: set[str], **own: Any) -> dict[s
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "data_parallel_size": 1,
+        **own,
     }
     for key, value in overrides.items():
         if key not in known:
@@ -279,11 +301,35 @@ def _kv_bytes(config: Any, context: int, dtype: str) -> int:
     return int(2 * config.num_hidden_layers * heads * size * tokens * (4 if dtype == "float32" else 2))
 
 
-def tensor_shapes(model_path: str) -> dict[str, Shape]:
-    """Name → shape of what a trainer holds of this model; tied tensors once."""
+def record_loads(llm: Any, model: Any, model_path: str, lora: LoraConfig | None) -> tuple[LoadPlan, list[Tensor], list[Tensor], Any]:
+    """The plan of what arrives, where its pieces go, where those of its base are (with adapters), and what requests say of the adapter."""
+    from vllm.config import set_current_vllm_config
+
+    from monarch_rl.weights.plan import record
+
+    weights, adapter = tensor_shapes(model_path, lora)
+    # Some of vLLM's models are built on transformers' classes and look for the configuration wherever one is made.
+    with set_current_vllm_config(llm.vllm_config):
+        if lora is None:
+            return *record(model, weights), [], None
+        return *engine_adapter.record_adapter(llm, model, weights, adapter, lora.rank), engine_adapter.request()
+
+
+def tensor_shapes(model_path: str, lora: LoraConfig | None = None) -> tuple[dict[str, Shape], dict[str, Shape]]:
+    """Name → shape of what a trainer holds of this model, tied tensors once, and of its adapters.
+
+    Raises:
+        UserError: the adapters do not fit the model.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from monarch_rl.weights import adapters
+
+    config = AutoConfig.from_pretrained(model_path)
+    if lora and count_experts(config) > 1:
+        raise UserError(f"model.lora.rank: adapters on a mixture of experts ({config.model_type}) are not supported")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
-    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        model = AutoModelForCausalLM.from_config(config)
+    weights = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return weights, adapters.shapes(model, lora) if lora else {}

@@ -28,10 +28,11 @@ OWN = {
     "buffer.window": "1",
     "buffer.dead_groups": "keep",
     "weights.every": "1",
+    "model.lora.rank": "0",
     "eval.every": "0",
     "console.rollouts_every": "0",
 }
-"""Nothing is trained, so that of training prompts no more than one is asked."""
+"""Nothing is trained, so that of training prompts no more than one is asked; what is evaluated has its adapters merged."""
 
 
 def evaluate(path: str, settings: Sequence[str]) -> int:

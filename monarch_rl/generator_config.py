@@ -8,7 +8,13 @@ from typing import Any, Literal
 COLDEST = 0.01
 """vLLM raises lower temperatures to this one without saying so."""
 
-OWN_ENGINE_ARGUMENTS = {"model": "model.path", "dtype": "model.dtype", "seed": "seed", "tensor_parallel_size": ""}
+OWN_ENGINE_ARGUMENTS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "seed": "seed",
+    "tensor_parallel_size": "",
+    "enable_lora": "model.lora.rank",
+}
 """Arguments of vLLM that follow from another key (or, where that is empty, are not for the user)."""
 
 SAMPLED_BY = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,7 @@ from monarch_rl.algorithms.kl import KL, k3
 from monarch_rl.algorithms.logprobs import mismatch_kl
 from monarch_rl.algorithms.losses import row_mean
 from monarch_rl.algorithms.objective import Objective
-from monarch_rl.models import PolicyModel, on_device, shard, shard_reference
+from monarch_rl.models import PolicyModel, base_weights, digest, has_adapters, on_device, shard, shard_reference, without_adapters
 from monarch_rl.packing import Batch, collate, token_ages
 from monarch_rl.trainer_config import TrainerConfig
 from monarch_rl.types import MASK, ROUTING, Shard
@@ -87,16 +88,24 @@ class Learner:
             total_steps: where the learning rate schedule ends.
             bf16: forward and backward in bfloat16.
             length_budget: most sampled tokens of an episode; only `trainer.aggregation=constant` needs it.
-            reference: where `config.kl` is above 0, the model that the policy is held to; it is sharded and never changes.
+            reference: where `config.kl` is above 0, the model that the policy is held to; it is sharded and never changes. A policy
+                with adapters needs none: it is held to its base model.
         """
         self.config, self.total_steps, self.device_mesh = config, total_steps, device_mesh
         self.objective = Objective.of(config, length_budget)
+        self.adapted = has_adapters(causal_lm)
+        self.base = digest(base_weights(causal_lm)) if self.adapted else 0
+        """Of the weights that adapters are trained on; what a checkpoint holds depends on them."""
         model = PolicyModel(causal_lm, config.logprob_chunk)
         self.model = shard(model, device_mesh, bf16=bf16, activation_checkpointing=config.activation_checkpointing)
-        if config.kl and reference is None:
-            raise ValueError("trainer.kl is above 0, but there is no reference to hold the policy to")
-        self.reference = reference and shard_reference(reference, device_mesh, bf16=bf16, logprob_chunk=config.logprob_chunk)
-        self.parameters = list(self.model.parameters())
+        self.reference: Any = None
+        if config.kl and self.adapted:
+            self.reference = partial(_of_base, self.model)
+        elif config.kl:
+            if reference is None:
+                raise ValueError("trainer.kl is above 0, but there is no reference to hold the policy to")
+            self.reference = shard_reference(reference, device_mesh, bf16=bf16, logprob_chunk=config.logprob_chunk)
+        self.parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.device = self.parameters[0].device
         betas = (config.betas[0], config.betas[1])
         self.optimizer = torch.optim.AdamW(self.parameters, lr=config.lr, betas=betas, weight_decay=config.weight_decay, fused=True)
@@ -232,6 +241,13 @@ class Learner:
             group["lr"] = lr
         self.optimizer.step()
         return lr
+
+
+def _of_base(model: PolicyModel, *read: Any) -> tuple[Tensor, Tensor]:
+    """What the model would say without its adapters."""
+    with without_adapters(model.causal_lm):
+        answer: tuple[Tensor, Tensor] = model(*read)
+    return answer
 
 
 def _less(rewards_PG: Tensor, turn_rewards_PGK: Tensor, penalty_PG: Tensor) -> tuple[Tensor, Tensor]:

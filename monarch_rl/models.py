@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,10 +23,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from monarch_rl.algorithms.logprobs import Kept, token_logprobs
-from monarch_rl.config import UserError
+from monarch_rl.config import LoraConfig, UserError
 from monarch_rl.rendering import local_directory
 from monarch_rl.router_replay import Replay
 from monarch_rl.types import MASK, ROUTING, Rows
+from monarch_rl.weights import adapters
 
 disable_progress_bar()  # several ranks would draw over each other and over the console
 
@@ -158,17 +161,76 @@ def decoder_layers(causal_lm: nn.Module) -> nn.ModuleList:
     return max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()))
 
 
-def local_shards(model: PolicyModel) -> dict[str, Tensor]:
-    """This rank's rows of each weight (may be none), float32, sharing memory with the live parameters.
+def add_adapters(causal_lm: PreTrainedModel, lora: LoraConfig, seed: int) -> PreTrainedModel:
+    """Puts an adapter that changes nothing yet on every target and freezes all else, in place.
 
-    Keys are the Hugging Face names of `named_parameters()`: a tied head is not listed beside its embedding.
+    Args:
+        seed: of the adapters' first values, which are the same in every process.
+
+    Raises:
+        UserError: a target is no linear layer of the model.
     """
-    return {name: p.to_local() if isinstance(p, DTensor) else p.data for name, p in model.causal_lm.named_parameters()}
+    from peft import LoraConfig as PeftConfig  # takes seconds
+
+    targets = adapters.target_names(causal_lm, lora)
+    causal_lm.requires_grad_(False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        # No dropout: the ratio to the sampler must be 1 where weights are equal.
+        causal_lm.add_adapter(PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, task_type="CAUSAL_LM"))
+    return causal_lm
+
+
+@contextmanager
+def without_adapters(causal_lm: PreTrainedModel) -> Iterator[None]:
+    """Inside, the model computes what its base model would. (peft's own switch touches `requires_grad`, which FSDP2 has settled.)"""
+    layers: list[Any] = [module for module in causal_lm.modules() if hasattr(module, "lora_A")]
+    for layer in layers:
+        layer.set_scale(adapters.NAME, 0)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.set_scale(adapters.NAME, 1)
+
+
+def has_adapters(causal_lm: PreTrainedModel) -> bool:
+    return any("lora_A" in name for name, _ in causal_lm.named_parameters())
+
+
+def base_weights(causal_lm: PreTrainedModel) -> dict[str, Tensor]:
+    """Live parameters by their Hugging Face names, adapters left out; a tied head is not listed beside its embedding."""
+    named = causal_lm.named_parameters()
+    return {name.replace(".base_layer.", "."): p.detach() for name, p in named if f".{adapters.NAME}." not in name}
+
+
+def adapter_weights(causal_lm: PreTrainedModel) -> dict[str, Tensor]:
+    """Live parameters of the adapters, by the names that they have in peft's files."""
+    infix = f".{adapters.NAME}."
+    return {f"base_model.model.{name.replace(infix, '.')}": p.detach() for name, p in causal_lm.named_parameters() if infix in name}
+
+
+def travelling(model: PolicyModel) -> dict[str, Tensor]:
+    """What generators are sent: all weights, or the adapters, whose B has the scale multiplied in."""
+    if not has_adapters(model.causal_lm):
+        return base_weights(model.causal_lm)
+    scale = _scale(model.causal_lm)
+    return {name: p * scale if "lora_B" in name else p for name, p in adapter_weights(model.causal_lm).items()}
+
+
+def local_shards(model: PolicyModel) -> dict[str, Tensor]:
+    """This rank's rows (may be none) of what travels, float32; weights and A share memory with the live parameters."""
+    return {name: p.to_local() if isinstance(p, DTensor) else p for name, p in travelling(model).items()}
 
 
 def full_tensors(model: PolicyModel) -> dict[str, Tensor]:
-    """Each weight whole, float32, on this rank's device; a collective."""
-    return {name: p.full_tensor() if isinstance(p, DTensor) else p.data for name, p in model.causal_lm.named_parameters()}
+    """What travels, whole, float32, on this rank's device; a collective."""
+    return {name: whole(p) for name, p in travelling(model).items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A collective where it is sharded."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def save_pretrained(model: PolicyModel, path: str | Path, tokenizer_from: str, dtype: torch.dtype) -> None:
@@ -177,14 +239,46 @@ def save_pretrained(model: PolicyModel, path: str | Path, tokenizer_from: str, d
     Raises:
         UserError: `tokenizer_from` has no tokenizer.
     """
-    first_rank = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    weights = {}
-    for name, parameter in model.causal_lm.named_parameters():
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.data
-        if first_rank:
+    causal_lm, weights = model.causal_lm, {}
+    pairs = adapter_weights(causal_lm)
+    for name, parameter in base_weights(causal_lm).items():
+        full = whole(parameter)
+        if (a := pairs.get(adapters.file_name(layer := name.removesuffix(".weight"), "A"))) is not None:
+            full = adapters.merged(full, whole(a), whole(pairs[adapters.file_name(layer, "B")]), _scale(causal_lm))
+        if is_first_rank():
             weights[name] = full.to("cpu", dtype)
-    if first_rank:
-        _write(model.causal_lm, weights, Path(path), tokenizer_from, dtype)
+    if is_first_rank():
+        _write(causal_lm, weights, Path(path), tokenizer_from, dtype)
+
+
+def save_adapters(model: PolicyModel, path: str | Path) -> None:
+    """Writes the two files that peft writes, float32, from rank 0; all ranks must call it."""
+    from safetensors.torch import save_file
+
+    tensors = {name: whole(p).cpu().contiguous() for name, p in adapter_weights(model.causal_lm).items()}
+    if is_first_rank():
+        with _draft(Path(path), "the adapters cannot be saved in") as draft:
+            model.causal_lm.peft_config[adapters.NAME].save_pretrained(draft)
+            save_file(tensors, draft / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def is_first_rank() -> bool:
+    return not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+
+
+def digest(weights: Mapping[str, Tensor]) -> int:
+    """Of names and values; equal for equal weights in the host's memory. Positive, 63 bits."""
+    total = xxhash.xxh3_64()
+    for name, weight in sorted(weights.items()):
+        total.update(name.encode())
+        total.update(weight.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return int(total.intdigest() >> 1)
+
+
+def _scale(causal_lm: PreTrainedModel) -> float:
+    """alpha / rank of the adapters; 1 without."""
+    made = getattr(causal_lm, "peft_config", None)
+    return made[adapters.NAME].lora_alpha / made[adapters.NAME].r if made else 1.0
 
 
 def _write(causal_lm: PreTrainedModel, weights: dict[str, Tensor], path: Path, tokenizer_from: str, dtype: torch.dtype) -> None:
@@ -195,16 +289,27 @@ def _write(causal_lm: PreTrainedModel, weights: dict[str, Tensor], path: Path, t
     if lacking := [name for name, parameter in copy.named_parameters() if parameter.is_meta]:
         raise RuntimeError(f"cannot save {path}: no values for {lacking} (left over: {unmatched.unexpected_keys})")
     copy.generation_config = causal_lm.generation_config
-    draft = path.with_name(f".{path.name}")  # what is half written is no model
+    with _draft(path, "the model cannot be saved in") as draft:
+        copy.save_pretrained(draft)
+        AutoTokenizer.from_pretrained(resolve_path(tokenizer_from)).save_pretrained(draft)
+
+
+@contextmanager
+def _draft(path: Path, failure: str) -> Iterator[Path]:
+    """A folder for files that are to be in `path`: what is half written is no model.
+
+    Raises:
+        OSError: `failure`, where, and why.
+    """
+    draft = path.with_name(f".{path.name}")
     try:
         shutil.rmtree(draft, ignore_errors=True)
         draft.mkdir(parents=True)  # transformers would only log that it cannot
-        copy.save_pretrained(draft)
-        AutoTokenizer.from_pretrained(resolve_path(tokenizer_from)).save_pretrained(draft)
+        yield draft
         path.mkdir(exist_ok=True)
         for file in draft.iterdir():
             file.replace(path / file.name)
         draft.rmdir()
     except Exception as error:  # of a full disk, for one, which does not say where
         shutil.rmtree(draft, ignore_errors=True)
-        raise OSError(f"the model cannot be saved in {path}: {str(error).partition(chr(10))[0]}") from error
+        raise OSError(f"{failure} {path}: {str(error).partition(chr(10))[0]}") from error

@@ -18,7 +18,7 @@ from monarch_rl.observe.status import read_status
 
 RUN_FILES = {
     *("config.yaml", "metrics.jsonl", "rollouts.jsonl", "ledger.jsonl", "report.html", "timeline.json", "error.log"),
-    *("model", "checkpoints", "record", "export"),
+    *("model", "adapter", "checkpoints", "record", "export"),
     *("job.sbatch", "console.log", "tensorboard", "wandb", "trackio", "trackers.json", "status.json", "workers"),
     *(".model", "status.new", "report.new", "metrics.new", "rollouts.new", "ledger.new"),  # of a run that was killed while it wrote them
 }

@@ -11,7 +11,7 @@ from pathlib import Path
 from monarch_rl import recorded
 from monarch_rl.cluster.placement import host_count, hosts_by_role
 from monarch_rl.config import Config, UserError, label
-from monarch_rl.engine_setup import EngineError, context_length, experts_to_keep
+from monarch_rl.engine_setup import EngineError, context_length, experts_to_keep, tensor_shapes
 from monarch_rl.observe import trackers
 from monarch_rl.rendering import Renderer
 from monarch_rl.supervise import cause
@@ -36,6 +36,7 @@ def check(config: Config) -> tuple[Renderer, Task]:
         _try_objective(config)
     renderer = Renderer.of(config.model)
     _check_routing(config, renderer)
+    _check_adapters(config, renderer)
     for id in config.generator.stop_ids:
         if not renderer.knows(id):
             raise UserError(f"generator.stop_ids: {id} is no id of the tokenizer in {renderer.directory}")
@@ -123,6 +124,12 @@ def _check_routing(config: Config, renderer: Renderer) -> None:
             experts_to_keep(str(renderer.directory))
         except EngineError as error:
             raise UserError(str(error)) from error
+
+
+def _check_adapters(config: Config, renderer: Renderer) -> None:
+    """Raises UserError: they do not fit the model."""
+    if config.model.lora.rank and (renderer.directory / "config.json").is_file():
+        tensor_shapes(str(renderer.directory), config.model.lora)
 
 
 def _load(config: Config) -> Task:

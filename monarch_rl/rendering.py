@@ -151,8 +151,11 @@ def local_directory(model_path: str) -> Path | None:
     return None
 
 
-def model_directory(model_path: str) -> Path:
+def model_directory(model_path: str, *, weights: bool = False) -> Path:
     """Local directory with the tokenizer and configuration of a model; those of a hub name are fetched to the hub's cache.
+
+    Args:
+        weights: fetch these too.
 
     Raises:
         UserError: neither here nor on the hub.
@@ -163,7 +166,7 @@ def model_directory(model_path: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model_path, allow_patterns=TOKENIZER_FILES))
+        return Path(snapshot_download(model_path, allow_patterns=[*TOKENIZER_FILES, *(["*.safetensors"] if weights else [])]))
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"model.path={model_path}: no such directory, and the Hugging Face hub gave none: {reason}") from error

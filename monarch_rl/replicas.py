@@ -31,6 +31,8 @@ class Source(NamedTuple):
     """Of all trainer ranks."""
     digest: str
     """Of the load plan that the slots are laid out for."""
+    base: dict[str, int]
+    """Fingerprints of the base model that generators must have read, where only adapters travel."""
 
 
 class Replicas:
@@ -94,7 +96,7 @@ class Replicas:
 
     async def pull(self, number: int, newest: Version) -> None:
         """Have one that does not follow pull once."""
-        publishers, slots, _ = self._source
+        publishers, slots, *_ = self._source
         await answer(self.live[number].pull.call_one(publishers, slots, newest), f"generator {number} (pull)", LEAVE_DEADLINE_S)
 
     @contextlib.asynccontextmanager

@@ -100,7 +100,8 @@ class Running:
         if self._published is None:
             self._plan = await self._replicas.started()
             over = await answer(self._trainers.ranks.transport.call(), "trainers (transport)", START_DEADLINE_S)
-            self._records.console.say(f"weights travel over {' and '.join(sorted(set(over.values())))}")
+            what = "weights travel" if self._plan.base is None else "adapters travel"
+            self._records.console.say(f"{what} over {' and '.join(sorted(set(over.values())))}")
             self._source = await self._trainers.open_rings(self._plan)
         elif version == self._published:
             return  # the loop asks for it whenever it begins
@@ -193,9 +194,11 @@ class Running:
         return folder if version.step else None
 
     async def save_model(self) -> Path:
-        """Write the trained model as a Hugging Face directory."""
+        """Write the trained model as a Hugging Face directory, with adapters merged; these as peft does in `adapter/` beside it."""
         path = self.output_dir / "model"
         await self._ask_trainers(lambda ranks: ranks.save.call(path), "saving the model")
+        if self.config.model.lora.rank:
+            await self._ask_trainers(lambda ranks: ranks.save_adapters.call(path.with_name("adapter")), "saving the adapters")
         return path
 
     def close_console(self) -> None:

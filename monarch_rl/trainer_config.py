@@ -74,7 +74,8 @@ class TrainerConfig:
     correction_args: dict[str, Any] = field(default_factory=dict)
     """hyperparameters, each for all corrections that have it, e.g. trainer.correction_args.cap=3"""
     kl: float = 0.0
-    """weight of the KL divergence to the model at model.path, kept frozen in the trainer; 0 means no such copy"""
+    """weight of the KL divergence to the model at model.path, kept frozen in the trainer (with adapters it is the policy without them);
+    0 means no such copy"""
     kl_estimator: KLName = "k3"
     """of KL(policy, reference) per token; unbiased: k3 times the policy ratio, right for stale tokens too"""
     kl_in: Literal["loss", "reward"] = "loss"

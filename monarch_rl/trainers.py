@@ -64,7 +64,14 @@ class Trainers:
     async def open_rings(self, plan: LoadPlan) -> Source:
         """Have them lay out what they publish as the generators want it."""
         rings = await answer(self.ranks.open_ring.call(plan), "trainers (staging slots)", START_DEADLINE_S)
-        return Source(self.publishers, list(rings.values()), plan.digest)
+        return Source(self.publishers, list(rings.values()), plan.digest, await self._base(plan))
+
+    async def _base(self, plan: LoadPlan) -> dict[str, int]:
+        """Fingerprints of what generators have read from the model's directory, for them to compare."""
+        if plan.base is None or self._config.weights.verify == "off":
+            return {}
+        ranks = await answer(self.ranks.fingerprints.call(plan.base), "trainers (base model)", START_DEADLINE_S)
+        return dict(next(iter(ranks.values())))
 
     # --- restarting -------------------------------------------------------------------------------------------------
 

@@ -63,8 +63,10 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad_N: Tensor | None, grad_entropy_N: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_ND, weight_VD, bias_V, targets_N, temperatures_N, entropy_N, normaliser_N = ctx.saved_tensors
         grad_N = torch.zeros_like(normaliser_N) if grad_N is None else grad_N
-        hidden_grad_ND, weight_grad_VD = torch.zeros_like(hidden_ND), torch.zeros_like(weight_VD)
-        bias_grad_V = None if bias_V is None else torch.zeros_like(bias_V)
+        hidden_grad_ND = torch.zeros_like(hidden_ND)
+        # A head is frozen where adapters are trained.
+        weight_grad_VD = torch.zeros_like(weight_VD) if ctx.needs_input_grad[1] else None
+        bias_grad_V = torch.zeros_like(bias_V) if ctx.needs_input_grad[2] and bias_V is not None else None
         for rows in reversed(_chunks(len(targets_N), ctx.chunk)):
             logits_NV, ctx.logits_NV = ctx.logits_NV, None
             if logits_NV is None:
@@ -73,7 +75,8 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_NV = _logits_gradient(logits_NV.sub_(normaliser_N[rows, None]), targets_N[rows], grad_N[rows], entropy)
             grad_NV = grad_NV.div_(temperatures_N[rows, None]).to(weight_VD.dtype)
             torch.mm(grad_NV, weight_VD, out=hidden_grad_ND[rows])
-            weight_grad_VD.addmm_(grad_NV.T, hidden_ND[rows])
+            if weight_grad_VD is not None:
+                weight_grad_VD.addmm_(grad_NV.T, hidden_ND[rows])
             if bias_grad_V is not None:
                 bias_grad_V += grad_NV.sum(0)
             del logits_NV, grad_NV

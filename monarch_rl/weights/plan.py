@@ -54,14 +54,16 @@ class Piece:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """All copies that make up one full load, in the loader's order."""
+    """All copies that make up one load, in the loader's order."""
 
     pieces: tuple[Piece, ...]
+    base: LoadPlan | None = None
+    """What the engine reads from the model's directory by itself, once, where only adapters travel."""
 
     @cached_property
     def digest(self) -> str:
         """Equal plans have equal digests, in every process."""
-        return hashlib.sha256(repr(self.pieces).encode()).hexdigest()
+        return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,17 +93,28 @@ def record(model: nn.Module, tensors: Mapping[str, Shape]) -> tuple[LoadPlan, li
             model's own memory, or leaves elements of a parameter untouched. One exception: rows that pad a vocabulary past its last
             token (modules with vLLM's `shard_indices`) belong to no checkpoint.
     """
+    load = cast(Callable[[Iterator[tuple[str, Tensor]]], object], model.load_weights)
+    plan, views = record_copies(lambda sources: load(iter(sources.items())), tensors, next(model.parameters()).dtype)
+    _check_coverage(model, views)
+    return plan, views
+
+
+def record_copies(
+    load: Callable[[dict[str, Tensor]], object], tensors: Mapping[str, Shape], dtype: torch.dtype
+) -> tuple[LoadPlan, list[Tensor]]:
+    """The copies that `load` makes of tensors without data, and where each of them goes.
+
+    Raises:
+        PlanError: `load` computes with a tensor, ignores one, or copies what is no rectangle.
+    """
     if odd := [name for name, shape in tensors.items() if not shape or 0 in shape]:
         raise PlanError(f"scalars and empty tensors cannot be sharded by rows: {_some(odd)}")
-    dtype = next(model.parameters()).dtype
     sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in tensors.items()}
     recorder = _Recorder(sources)
-    load = cast(Callable[[Iterator[tuple[str, Tensor]]], object], model.load_weights)
     with torch.no_grad(), recorder:
-        load(iter(sources.items()))
+        load(sources)
     if ignored := [name for name in tensors if name not in recorder.used]:
         raise PlanError(f"the engine's loader ignores {_some(ignored)}")
-    _check_coverage(model, recorder.views)
     return LoadPlan(tuple(recorder.pieces)), recorder.views
 
 

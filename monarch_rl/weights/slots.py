@@ -63,16 +63,16 @@ def checksums(region: Tensor, blocks: Sequence[Block]) -> list[int]:
     return [_signed(xxhash.xxh3_64_intdigest(data[block.offset : block.offset + block.nbytes])) for block in blocks]
 
 
-def fingerprints(plan: LoadPlan, views: Sequence[Tensor]) -> dict[str, int]:
+def fingerprints(plan: LoadPlan, views: Iterable[Tensor]) -> dict[str, int]:
     """Checkpoint tensor → checksum of its pieces, in the plan's order; equal on a trainer and a generator that hold the same weights.
 
     Args:
-        views: for each piece its values, [rows, cols] in the piece's dtype, on any device.
+        views: for each piece its values, [rows, cols] in the piece's dtype, on any device; taken one at a time.
     """
-    parts: dict[str, list[Tensor]] = {}
+    sums: dict[str, xxhash.xxh3_64] = {}
     for piece, view in zip(plan.pieces, views, strict=True):
-        parts.setdefault(piece.name, []).append(as_bytes(view.cpu().contiguous()))
-    return {name: checksum(torch.cat(pieces)) for name, pieces in parts.items()}
+        sums.setdefault(piece.name, xxhash.xxh3_64()).update(as_bytes(view.cpu().contiguous()).numpy().data)
+    return {name: _signed(total.intdigest()) for name, total in sums.items()}
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> str:
@@ -178,6 +178,8 @@ class Ring:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             stage(self._blocks, self._plan, shards, region, self._rank, self._world)
+            for shard in shards.values():  # some were made for this publish: their memory is not to be given away before they are copied
+                shard.record_stream(self._stream)
             event = torch.cuda.Event()
             event.record(self._stream)
         return event

@@ -107,7 +107,7 @@ def test_recipe_by_path_is_named_after_the_file() -> None:
 
 
 def test_unknown_recipe() -> None:
-    said = "did you mean 'grpo_qwen'? recipes: calculator, cispo, dapo, grpo_qwen, gspo, rloo; a path must end in .yaml"
+    said = "did you mean 'grpo_qwen'? recipes: calculator, cispo, dapo, grpo_qwen, grpo_qwen_lora, gspo, rloo; a path must end in .yaml"
     assert refusal("recipe=grpo_qwne") == f"no recipe 'grpo_qwne'; {said}"
     assert refusal("recipe=no/such.yaml") == "recipe=no/such.yaml: there is no such file"
 
@@ -452,7 +452,7 @@ def test_a_configuration_made_in_python_is_checked_too(config: Config, key: str)
 def test_every_shipped_recipe_resolves(name: str) -> None:
     """A recipe named after a loss or an advantage has it."""
     trainer = load([f"recipe={name}", "profile=auto"]).config.trainer
-    assert name in (trainer.loss, trainer.advantage, "grpo_qwen", "calculator")
+    assert name in (trainer.loss, trainer.advantage, "grpo_qwen", "grpo_qwen_lora", "calculator")
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])

@@ -24,7 +24,9 @@ def test_a_model_that_cannot_be_saved_names_the_folder(tmp_path: Path) -> None:
 
 def learner(inputs: int) -> Any:
     model = torch.nn.Linear(inputs, 2)
-    return SimpleNamespace(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    return SimpleNamespace(
+        model=model, adapted=False, parameters=list(model.parameters()), optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
+    )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

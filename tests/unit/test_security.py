@@ -57,7 +57,7 @@ class Evil:
 
 def learner() -> Any:
     model = torch.nn.Linear(3, 2)
-    return SimpleNamespace(model=model, optimizer=torch.optim.AdamW(model.parameters()))
+    return SimpleNamespace(model=model, adapted=False, parameters=list(model.parameters()), optimizer=torch.optim.AdamW(model.parameters()))
 
 
 @pytest.fixture
