@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -17,8 +16,8 @@ from monarch_rl.evaluation import Evaluated, evaluate
 from monarch_rl.lives import Progress
 from monarch_rl.loop import TrainerRestarted
 from monarch_rl.meshes import SILENT_S, START_DEADLINE_S, ActorDied, Meshes
+from monarch_rl.observe import timeline
 from monarch_rl.observe.metrics import trainer_figures
-from monarch_rl.observe.timeline import Span
 from monarch_rl.recorded import Witness
 from monarch_rl.records import Records
 from monarch_rl.replicas import Replicas
@@ -333,15 +332,15 @@ class Running:
         """Restart the trainers whenever one is lost, for ever. Generators, rollouts and the replay buffer go on meanwhile."""
         while True:
             why = await self._trainers.lost()
-            started_ns = time.time_ns()
-            await self._trainers.renew(why)
-            async with self._turn:  # what held it has heard of the loss
-                try:
-                    await self._go_back(why)
-                    self._records.spans("trainer 0", [Span("restart", started_ns, time.time_ns(), {"version": str(self.version)})])
-                except Exception as error:
-                    if not await self._trainers.are_lost(error):
-                        raise
+            with timeline.span("restart"):
+                await self._trainers.renew(why)
+                async with self._turn:  # what held it has heard of the loss
+                    try:
+                        await self._go_back(why)
+                    except Exception as error:
+                        if not await self._trainers.are_lost(error):
+                            raise
+            self._records.spans("trainer 0", timeline.drain())
 
     async def _go_back(self, why: str) -> None:
         """Have new trainers go on from the last checkpoint, and all others with them."""
