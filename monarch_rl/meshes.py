@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_rl.cluster.hosts import Hosts
 from monarch_rl.cluster.placement import Processes, place_generator, place_single, place_worker
 from monarch_rl.config import Config
-from monarch_rl.supervise import PROCESS_DIED, obituary, waiting
+from monarch_rl.supervise import DEATH, PROCESS_DIED, obituary, waiting
 
 if TYPE_CHECKING:
     from monarch.actor import MeshFailure, ProcMesh
@@ -69,10 +69,11 @@ class Meshes:
         self._oom_kills = oom_kills()
 
         def hook(failure: MeshFailure) -> None:
-            # A process is mourned once, by its Process actor; and Monarch has actors of its own, which have no obituary.
+            # A process is mourned once, by its Process actor; and Monarch has actors of its own, which have no obituary. That a process
+            # is out of reach may be late news of an earlier session, whose names were the same: calls to one of this session fail.
             report = failure.report()
-            if (died := obituary(report)) and ("_process{" in report or not PROCESS_DIED.search(report)):
-                loop.call_soon_threadsafe(self._died, report, died)
+            if DEATH.search(report) and ("_process{" in report or not PROCESS_DIED.search(report)):
+                loop.call_soon_threadsafe(self._died, report, obituary(report))
 
         monarch.actor.unhandled_fault_hook = hook
 
@@ -178,7 +179,7 @@ class Meshes:
     def _died(self, report: str, died: str) -> None:
         if "(SIGKILL)" in died and oom_kills() > self._oom_kills:
             died += ", when memory had run out on this host"
-        meant = [name for name in {*self._ended, *self._left} if re.search(rf"\b{name}(_process)?(\{{|-\d+<)", report)]
+        meant = [name for name in {*self._ended, *self._left} if f"{name}_process{{" in report or f"{name}{{" in report]
         if PROCESS_DIED.search(report):
             self._gone.update(meant)
         for name in meant:

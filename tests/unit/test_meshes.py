@@ -6,8 +6,10 @@ import asyncio
 import gc
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import monarch.actor
 import pytest
 
 from monarch_rl import meshes
@@ -59,16 +61,19 @@ async def test_a_process_that_the_kernel_ended_for_its_memory(tmp_path: Path, mo
     assert meshes.oom_kills() == 0
 
 
-async def test_a_process_that_monarch_cannot_reach_is_dead_too() -> None:
-    """On a busy host Monarch may find that its agent there does not answer, before it learns that it was killed."""
+async def test_a_process_that_monarch_cannot_reach_is_no_death_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be one of an earlier session of this process, whose names were the same. A call that fails with it says how."""
+    monkeypatch.setattr("monarch.actor.unhandled_fault_hook", None)
     running = Meshes(Config())
-    died = running.leave("rollout_1")
-    other = running.leave("rollout_11")
-    agent = "generator_0-0<y5naP8ZRdGj>@generator_0-0<y5naP8ZRdGj>.ipc://@Dt5Pn4vL3wfi8bUicGtVlEXv,proc_agent"
-    report = f"The actor {agent} and all its descendants have failed:\n  no answer".replace("generator_0", "rollout_1")
-    assert obituary(report) == "rollout 1 is gone: its process does not answer any more"
-    assert obituary(report.replace("rollout_1-0", "trainer-2")) == "trainer 2 is gone: its process does not answer any more"
-    running._died(report, obituary(report))
-    assert died.result() == obituary(report)
-    assert not other.done()
+    running.watch()
+    agent = "trainer-2<y5naP8ZRdGj>@trainer-2<y5naP8ZRdGj>.ipc://@Dt5Pn4vL3wfi8bUicGtVlEXv,proc_agent"
+    report = f"The actor {agent} and all its descendants have failed:\n  no answer"
+    assert obituary(report) == "trainer 2 is gone: its process does not answer any more"
+    assert obituary(report.replace("trainer-2", "rollout_1-0")) == "rollout 1 is gone: its process does not answer any more"
+    hook: Any = monarch.actor.unhandled_fault_hook
+    hook(SimpleNamespace(report=lambda: report))
+    await asyncio.sleep(0.01)
     assert not running.fault.done()
+    hook(SimpleNamespace(report=lambda: "actor <root>.<actors.process.Process trainer_process{'rank': 1/2}> failed: Killed(sig=9)"))
+    await asyncio.sleep(0.01)
+    assert str(running.fault.exception()) == "trainer 1 was killed by signal 9 (SIGKILL)"
