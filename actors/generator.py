@@ -10,6 +10,7 @@ its own engine, whose steps wait for those of the other ranks.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from functools import partial
 from typing import TYPE_CHECKING
@@ -102,14 +103,14 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def generate(
-        self, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int, stream: tuple[str, int] | None = None
+        self, ids: list[int], sampling: Sampling, seeds: list[int], min_version: int, stream: tuple[str, int] | None = None
     ) -> list[Generation]:
         """Sample one completion per seed, each as a request of its own.
 
-        Waits until this replica holds at least step `min_step` (the gate of the admission rule). `stream`: who was introduced and shall be
-        told meanwhile, every `generator.burst_tokens` tokens, what was sampled, and the number that this is to have.
+        Waits until this replica holds at least `min_version`, a `Version.pack()` (the gate of the admission rule). `stream`: who was
+        introduced and shall be told every `generator.burst_tokens` tokens what was sampled meanwhile, and the number that this is to have.
         """
-        await self._holds(min_step)
+        await self._holds(min_version)
         if self._pulls.asleep:
             self._report_soon()  # that it is busy again
         with timeline.span("generate", episodes=len(seeds)):
@@ -128,7 +129,8 @@ class Generator(Actor):
 
     @concurrent_endpoint
     async def follow(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str], base: dict[str, int]) -> None:
-        """Pull and swap every version that the trainers publish, until `unfollow`.
+        """Pull and swap every version that the trainers publish, until `unfollow`, or until they are gone. A second call takes the place
+        of the first.
 
         Args:
             rings: of each trainer rank: for each rank of a generator its slots.
@@ -140,15 +142,17 @@ class Generator(Actor):
         """
         reader = await self._reader(publishers, rings, plans)
         await self._check_base(base)
-        self._following = asyncio.create_task(self._follow(reader), name="follow")
-        await asyncio.wait({self._following})
-        if not self._following.cancelled():
-            self._following.result()
+        if self._following is not None:
+            self._following.cancel()
+        following = self._following = asyncio.create_task(self._follow(reader), name="follow")
+        await asyncio.wait({following})
+        if not following.cancelled():
+            following.result()
 
     @concurrent_endpoint
-    async def ready(self, min_step: int) -> None:
-        """Answers when this replica holds at least step `min_step`."""
-        await self._holds(min_step)
+    async def ready(self, min_version: int) -> None:
+        """Answers when this replica holds at least `min_version`, a `Version.pack()`."""
+        await self._holds(min_version)
 
     @concurrent_endpoint
     async def pull(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str], newest: Version) -> None:
@@ -180,13 +184,14 @@ class Generator(Actor):
             self._following.cancel()
 
     @concurrent_endpoint
-    async def pin(self, min_step: int) -> int:
-        """From when this replica holds step `min_step`, keep the weights that it holds until `unpin`. Answers with their step, at least."""
-        await self._holds(min_step)
+    async def pin(self, min_version: int) -> int:
+        """From when this replica holds `min_version`, a `Version.pack()`, keep the weights that it holds until `unpin`. Answers with their
+        version, at least."""
+        await self._holds(min_version)
         assert self._engine.version is not None
         self._pinned = True
         self._unpinned.clear()
-        return self._engine.version.step
+        return self._engine.version.pack()
 
     @concurrent_endpoint
     async def unpin(self) -> None:
@@ -278,8 +283,11 @@ class Generator(Actor):
         self._moved = sum(found)
 
     async def _follow(self, reader: Reader) -> None:
-        while True:
-            await self._pull_once(reader)
+        from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+        with contextlib.suppress(SupervisionError):  # the trainers are gone; whoever starts them again has this replica follow those
+            while True:
+                await self._pull_once(reader)
 
     async def _pull_once(self, reader: Reader) -> None:
         """The next newer version, unless the pull has to be thrown away.
@@ -329,8 +337,8 @@ class Generator(Actor):
             )
         self._base_checked = True
 
-    async def _holds(self, min_step: int) -> None:
-        while self._engine.version is None or self._engine.version.step < min_step:
+    async def _holds(self, min_version: int) -> None:
+        while self._engine.version is None or self._engine.version.pack() < min_version:
             arrived = self._arrived
             await arrived.wait()
 
@@ -340,7 +348,8 @@ class Generator(Actor):
         timeline.add(timeline.Span("pull", start_ns, pulled_ns, {"version": str(version), "tokens_meanwhile": tokens_meanwhile}))
         timeline.add(timeline.Span("swap", pulled_ns, time.time_ns(), {"version": str(version)}))
         pulls = self._pulls
-        pulls.step, pulls.pause_s = version.step, pause_s
+        pulls.lineage, pulls.step = version
+        pulls.pause_s = pause_s
         pulls.pulled += 1
         pulls.tokens_during_pulls += tokens_meanwhile
         self._report()

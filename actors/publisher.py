@@ -44,6 +44,10 @@ class Publisher(Actor):
         """Have publish `number`, which is to come, left in its slot until the reader asks for a newer one; False: that is refused."""
         return BOARD.keep(reader, number)
 
+    @endpoint
+    async def alive(self) -> None:
+        """Answers while the process of this rank gets on with anything at all."""
+
     def _wake(self, offer: Offer) -> None:
         self._newest = offer
         self._answer()

@@ -32,22 +32,23 @@ class Recording(Actor):
         self._figures: dict[int, dict[str, float]] = {}
 
     @endpoint
-    async def take(self, step: int, rank: int) -> Shard | None:
+    async def take(self, step: int, rank: int, lineage: int = 0) -> Shard | None:
         """The shard of `rank` of step `step`; None: the recorded run did not go so far."""
         if rank not in self._shards:
-            groups = read(self._folder, step)
-            if groups is None:
+            found = read(self._folder, step)
+            if found is None:
                 return None
             trainer = self._config.trainer
-            self._groups, self._figures[step] = groups, figures(step, groups, [])
+            groups, then = found
+            self._groups, self._figures[step] = groups, figures(step, groups, [], then)
             self._figures.pop(step - FIGURES_KEPT, None)
             dead_too = trains_dead_groups(trainer)
-            shards = make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch, dead_too=dead_too)
+            shards = make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch, dead_too=dead_too, lineage=then)
             self._shards = dict(enumerate(shards))
         return self._shards.pop(rank)
 
     @endpoint
-    async def trained(self, step: int) -> None: ...
+    async def trained(self, step: int, lineage: int = 0) -> None: ...
 
     @endpoint
     async def stats(self, step: int) -> dict[str, float]:

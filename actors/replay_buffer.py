@@ -1,6 +1,7 @@
 """ReplayBuffer: the ledger, the store of finished groups and the stream of prompts.
 
-Owns: every prompt from its first lease until it is trained or dropped, and every group until its batch is taken.
+Owns: every prompt from its first lease until it is trained or dropped, and every group until its batch is trained, or where trainers can
+restart until a checkpoint covers that.
 Promises: an ordinal is trained once or dropped with a reason; no token is trained above `buffer.max_age`; `lease` and
 `take` are answered as soon as there is something to give, and at the latest when the run is over, has failed or is closed.
 Called by: rollout workers (`lease`, `put`, `fail`, `drop`), trainer ranks (`take`, `trained`), the controller (the rest).
@@ -10,33 +11,30 @@ May be blocked by: nothing. No endpoint awaits but the last one, `close`, and `s
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 
-from monarch_rl.config import Config
+from monarch_rl.barren import Barren
+from monarch_rl.config import Config, can_restart
 from monarch_rl.curriculum import Curriculum
-from monarch_rl.groups import Barren, by_reason, check_ages, describe, figures, judge, make_shards, stamps
+from monarch_rl.groups import by_reason, check_ages, figures, judge, make_shards, stamps
 from monarch_rl.ledger import AgeError, Ledger
 from monarch_rl.lives import Holdings, Life, Lost, Progress, State, TailError
 from monarch_rl.observe import timeline
 from monarch_rl.observe.ledger_file import LedgerFile
-from monarch_rl.observe.rollouts import RolloutsFile
-from monarch_rl.observe.seldom import Seldom
-from monarch_rl.recorded import cut
-from monarch_rl.recorded import write as record
+from monarch_rl.recorded import Written
 from monarch_rl.trainer_config import trains_dead_groups
 from monarch_rl.types import Group, Lease, Prompt, Shard
+from monarch_rl.uncovered import Uncovered
 
 if TYPE_CHECKING:
     from monarch.actor import Port
-
-log = logging.getLogger(__name__)
 
 RECENT = 16
 """Finished groups kept for display."""
@@ -60,6 +58,8 @@ class ReplayBuffer(Actor):
         buffer = config.buffer
         task = load_task(config.task, config.task_args, config.seed)
         state, groups = read_buffer(found) if found else ({}, [])
+        self._lineage: int = state.get("lineage", 0)
+        self._uncovered = Uncovered(config.checkpoint.uncovered_mb * 2**20 if can_restart(config) else None)
         after: int = state.get("step", 0)
         self._lives = LedgerFile(Path(config.output_dir) / "ledger.jsonl", after)
         self._config = config
@@ -89,16 +89,11 @@ class ReplayBuffer(Actor):
         self._shards: dict[tuple[int, int], Shard] = {}  # (step, rank), until the rank has fetched it
         self._saved: tuple[dict[str, Any], list[Group]] | None = None  # for the checkpoint that is being written
         self._exhausted = False  # the data have ended, and no step is left in them
-        self._barren: list[Group] = []  # dead or unscorable, since the last batch
-        self._barren_run = Barren(buffer)
+        self._barren = Barren(config, task.name)
         self._curriculum = Curriculum(task, state.get("outcomes"))
         self._recent: deque[Group] = deque(maxlen=RECENT)
         self._figures: dict[int, dict[str, float]] = {}
-        self._task = task.name
-        self._refused, self._failures = Seldom(), Seldom()
-        cut(Path(config.output_dir), after)
-        self._recordings: set[asyncio.Task[None]] = set()
-        self._rollouts = RolloutsFile(Path(config.output_dir) / "rollouts.jsonl", after)
+        self._files = Written(config, after, self._fail)
 
     @endpoint(explicit_response_port=True)
     async def lease(self, port: Port[tuple[Lease, Prompt] | None], worker: str) -> None:
@@ -116,6 +111,8 @@ class ReplayBuffer(Actor):
         """
         if group.ordinal != lease.ordinal:
             raise ValueError(f"the lease is on prompt {lease.ordinal}, the group is of prompt {group.ordinal}")
+        if self._void(lease):
+            return False
         verdict = judge(group)
         trainable = verdict == "trainable" or (verdict == "dead" and self._config.buffer.dead_groups == "keep")
         if verdict == "unscorable":
@@ -130,17 +127,16 @@ class ReplayBuffer(Actor):
     @endpoint
     async def fail(self, lease: Lease, reason: str) -> None:
         """No group came of a lease: its prompt is tried again, or dropped when its attempts are used up."""
-        lost = self._ledger.failed(lease.ordinal, lease.attempt, "failed")
+        lost = None if self._void(lease) else self._ledger.failed(lease.ordinal, lease.attempt, "failed")
         self._lost([lost] if lost else [], reason)
         self._pump()
 
     @endpoint
     async def drop(self, lease: Lease, reason: str) -> None:
         """No attempt at this prompt can succeed: it is empty, or longer than the context."""
-        if self._ledger.drop(lease.ordinal, "refused", lease.attempt):
-            if self._refused.due():
-                log.warning("task %s: prompt %d is dropped: %s (%d so far)", self._task, lease.ordinal, reason, self._refused.count)
-            self._dropped(lease.ordinal, f"prompt {lease.ordinal}: {reason}")
+        if not self._void(lease) and self._ledger.drop(lease.ordinal, "refused", lease.attempt):
+            self._barren.refused(lease.ordinal, reason)
+            self._dropped(lease.ordinal)
             self._pump()
 
     @endpoint
@@ -152,33 +148,30 @@ class ReplayBuffer(Actor):
         self._pump()
 
     @endpoint(explicit_response_port=True)
-    async def take(self, port: Port[Shard | None], step: int, rank: int) -> None:
+    async def take(self, port: Port[Shard | None], step: int, rank: int, lineage: int = 0) -> None:
         """The shard of `rank` of optimizer step `step`, as soon as the batch is complete; says that step - 1 is trained.
 
-        None: the data have ended before this step.
+        None: the data have ended before this step. No answer: the trainers have restarted since, as another `lineage`.
 
         Raises (at the caller):
             ValueError: not the next step, or fetched before; or groups are left over at the end of the data (`buffer.tail=error`).
             AgeError: a token is too old; the message names its prompt.
             RuntimeError: there will be no such batch, and why.
         """
-        self._takes.append(_Take(port, step, rank))
-        self._pump()
+        if lineage == self._lineage:
+            self._takes.append(_Take(port, step, rank))
+            self._pump()
 
     @endpoint
-    async def trained(self, step: int) -> None:
+    async def trained(self, step: int, lineage: int = 0) -> None:
         """Optimizer step `step` is done. Said early (before the next `take`), it opens leases early."""
-        self._trained(step)
-        self._pump()
+        if lineage == self._lineage:
+            self._trained(step)
+            self._pump()
 
     @endpoint
     async def stats(self, step: int) -> dict[str, float]:
-        """Figures of a batch that was taken: those of `groups.figures`, and of the moment at which it was taken:
-
-        - `buffer/fill`: finished groups that were left waiting, divided by P. 0: the trainer took the last complete batch.
-        - `buffer/dropped`: prompts dropped since the start of the run; `buffer/dropped_<reason>` is the part of each reason: `dead`,
-          `unscorable`, and (logged one by one) `refused` by the worker, or out of attempts by `failed`, `deadline` or `lost` (worker).
-        - `buffer/leased`: prompts that workers held.
+        """Figures of a batch that was taken: those of `groups.figures`, and of the moment at which it was taken.
 
         Raises:
             ValueError: the step was not taken, or too long ago.
@@ -197,9 +190,10 @@ class ReplayBuffer(Actor):
         """Remember how all stands after step `step`, which is done, for a checkpoint that `save` writes."""
         self._trained(step)
         waiting = [self._groups[ordinal] for ordinal in sorted(self._groups)]
-        self._saved = self._ledger.state_dict() | {"outcomes": self._curriculum.state_dict()}, waiting
+        more = {"outcomes": self._curriculum.state_dict(), "lineage": self._lineage}
+        self._saved = self._ledger.state_dict() | more, waiting
         self._lives.mark(step)
-        return self._ledger.progress()
+        return self._ledger.progress()._replace(lineage=self._lineage)
 
     @concurrent_endpoint
     async def save(self, folder: Path) -> None:
@@ -209,6 +203,28 @@ class ReplayBuffer(Actor):
         saved, self._saved = self._saved, None
         assert saved is not None
         await asyncio.to_thread(write_buffer, folder, *saved)
+
+    @endpoint
+    async def covered(self, step: int) -> None:
+        """A checkpoint of step `step` is complete: trainers will not restart from an earlier one."""
+        self._uncovered.covered(step)
+
+    @endpoint
+    async def go_back(self, step: int, lineage: int) -> None:
+        """The trainers restart from the checkpoint of step `step`, as `lineage`: the batches since are trained again.
+
+        With `max_age=0` they are sampled again, as are groups for which there was no room. What is in flight will be ignored.
+        """
+        await self._files.go_back(step)
+        keep_groups = self._ledger.max_age > 0
+        again = self._uncovered.go_back(self._ledger.state_dict(), step, self._groups.values(), keep_groups)
+        self._lives.back(step)
+        self._ledger.load_state_dict(again.ledger, keep_groups)
+        self._groups, self._prompts = again.groups, self._prompts | again.prompts
+        self._lineage, self._exhausted = lineage, False
+        self._takes, self._batches, self._shards = [], {}, {}
+        self._figures = {done: figures for done, figures in self._figures.items() if done <= step}
+        self._pump()
 
     @endpoint
     async def lives(self, states: Sequence[State], last: int) -> list[Life]:
@@ -230,9 +246,14 @@ class ReplayBuffer(Actor):
     async def close(self) -> None:
         """Nothing more is given: waiting workers get None, waiting ranks an error. What is to be recorded is when this returns."""
         self._ended = self._ended or "the replay buffer is closed"
-        self._rollouts.close()
         self._pump()
-        await asyncio.gather(*self._recordings, return_exceptions=True)
+        await self._files.close()
+
+    def _void(self, lease: Lease) -> bool:
+        """Whether the trainers have restarted since it was given."""
+        void = lease.lineage < self._lineage
+        self._ledger.stale += void
+        return void
 
     def _pump(self) -> None:
         """Give what can be given. Called after every event; batches come first, since taking one can open leases."""
@@ -257,7 +278,8 @@ class ReplayBuffer(Actor):
                     take.port.send(shard)
 
     def _serve_leases(self) -> None:
-        if self._ended or self._ledger.over:
+        # Where the trainers may yet go back, nothing is over before the end.
+        if self._ended or (self._ledger.over and not self._uncovered.needed):
             while self._idle:
                 self._idle.popleft()[0].send(None)
         # What a generator can hold at best: opening a lease earlier would only use up its deadline at the generator's gate.
@@ -270,7 +292,7 @@ class ReplayBuffer(Actor):
             now = asyncio.get_running_loop().time()
             lease = self._ledger.lease(worker, now, self._config.rollout.deadline_s, step)
             assert lease is not None  # the ledger has just named its ordinal
-            port.send((lease, self._prompts[ordinal]))
+            port.send((replace(lease, lineage=self._lineage), self._prompts[ordinal]))
 
     def _shard(self, step: int, rank: int) -> Shard | None:
         """None: not complete yet, or `_exhausted`. A batch that one rank has got is given to the others whatever happens."""
@@ -287,7 +309,7 @@ class ReplayBuffer(Actor):
             if ordinals is None:
                 return
             groups = [self._groups[ordinal] for ordinal in ordinals]
-            check_ages(groups, step, self._ledger.age_bound)
+            check_ages(groups, step, self._ledger.age_bound, self._lineage)
         except (AgeError, TailError) as error:
             self._ended = str(error)
             raise
@@ -296,21 +318,22 @@ class ReplayBuffer(Actor):
         self._batches[step] = ordinals
         trainer = self._config.trainer
         dead_too = trains_dead_groups(trainer)
-        shards = make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch, dead_too=dead_too)
+        shards = make_shards(groups, step, trainer.ranks, trainer.tokens_per_microbatch, dead_too=dead_too, lineage=self._lineage)
         self._shards |= {(step, rank): shard for rank, shard in enumerate(shards)}
         self._note(step, groups)
 
     def _trained(self, step: int) -> None:
-        self._ledger.trained(step)
         for done in [taken for taken in self._batches if taken <= step]:
-            for ordinal in self._batches.pop(done):
-                del self._groups[ordinal]
+            ordinals = self._batches.pop(done)
+            groups = [self._groups.pop(ordinal) for ordinal in ordinals]
+            self._uncovered.add(done, groups, map(self._ledger.age_bound, ordinals))
+        self._ledger.trained(step)
 
     def _exhaust(self) -> None:
         """Each prompt of the data was trained or dropped."""
         if self._ledger.trained_steps == 0:
             dropped = by_reason(self._ledger.dropped)
-            self._ended = f"all {self._ledger.started} prompts of the data were dropped ({dropped}). {self._barren_run.last}"
+            self._ended = f"all {self._ledger.started} prompts of the data were dropped ({dropped}). {self._barren.notes}"
             raise RuntimeError(f"there is no batch for step 1: {self._ended}")
         self._groups.clear()  # of a tail that is not trained
         self._exhausted = True
@@ -319,20 +342,15 @@ class ReplayBuffer(Actor):
         counts = self._ledger.counts
         buffer = {"buffer/fill": self._ledger.fill, "buffer/dropped": float(counts.dropped), "buffer/leased": float(counts.leased)}
         reasons = {f"buffer/dropped_{reason}": float(n) for reason, n in self._ledger.dropped.items()}
-        self._rollouts.write(step, groups)
-        if self._config.record:
-            writing = asyncio.get_running_loop().create_task(asyncio.to_thread(record, Path(self._config.output_dir), step, groups))
-            self._recordings.add(writing)
-            writing.add_done_callback(self._recorded)
-        self._figures[step] = figures(step, groups, self._barren) | buffer | reasons
+        self._files.write(step, groups, self._lineage)
+        of_groups = figures(step, groups, self._barren.groups, self._lineage)
+        self._figures[step] = of_groups | buffer | reasons | self._uncovered.figures()
         self._figures.pop(step - FIGURES_KEPT, None)
-        self._barren = []
+        self._barren.groups = []
 
-    def _recorded(self, writing: asyncio.Task[None]) -> None:
-        self._recordings.discard(writing)
-        if (error := writing.exception()) is not None:
-            self._ended = self._ended or f"record: {error}"
-            self._pump()
+    def _fail(self, why: str) -> None:
+        self._ended = self._ended or why
+        self._pump()
 
     def _finished(self, group: Group, trainable: bool) -> None:
         self._recent.append(group)
@@ -340,25 +358,21 @@ class ReplayBuffer(Actor):
         if trainable:
             self._prompts.pop(group.ordinal)
             self._groups[group.ordinal] = group
-            self._barren_run.over()
+            self._barren.interrupted()
         else:
-            self._barren.append(group)
-            self._dropped(group.ordinal, describe(group))
+            self._barren.group(group)
+            self._dropped(group.ordinal)
 
     def _lost(self, losses: Iterable[Lost], why: str, told: bool = False) -> None:
         """`told`: whoever reads the log knows already, and hears only of prompts that are dropped for it."""
         for lost in losses:
-            attempt = f"attempt {lost.attempt} of {self._ledger.max_attempts} by {lost.owner}"
-            then = "it is dropped" if lost.dropped else "it is tried again"
-            if (lost.dropped or not told) and self._failures.due():
-                log.warning("prompt %d: %s gave no group (%s); %s (%d so far)", lost.ordinal, attempt, why, then, self._failures.count)
+            self._barren.lost(lost, why, told)
             if lost.dropped:
-                self._dropped(lost.ordinal, f"prompt {lost.ordinal}: {why}")
+                self._dropped(lost.ordinal)
 
-    def _dropped(self, ordinal: int, note: str) -> None:
-        """Count what gives nothing to train on; too many in a row end the run, which would go on forever."""
+    def _dropped(self, ordinal: int) -> None:
         self._prompts.pop(ordinal)
-        self._ended = self._ended or self._barren_run.add(note, self._ledger.dropped)
+        self._ended = self._ended or self._barren.verdict(self._ledger.dropped)
 
     def _fetch(self) -> None:
         if self._fetching is None:

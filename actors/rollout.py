@@ -70,7 +70,8 @@ class Purpose:
     """The task where it is not the one that is trained, for the scorers."""
     sampling: Sampling
     """The same for all turns of an episode, whatever is set meanwhile."""
-    min_step: int
+    min_version: int
+    """`Version.pack()` of the oldest weights that may begin it."""
     attempt: int = 1
     replica: int | None = None
     """The only one to ask, as long as it is here; None: any."""
@@ -157,8 +158,10 @@ class RolloutWorker(Actor):
         await asyncio.Event().wait()
 
     @concurrent_endpoint
-    async def evaluate(self, indices: Sequence[int], min_step: int, task: TaskSpec | None = None, replica: int | None = None) -> Evaluation:
-        """One episode for each held-out prompt that there is, sampled as in training, by weights of at least step `min_step`. By `replica`,
+    async def evaluate(
+        self, indices: Sequence[int], min_version: int, task: TaskSpec | None = None, replica: int | None = None
+    ) -> Evaluation:
+        """One episode for each held-out prompt that there is, sampled as in training, by weights of at least `min_version`. By `replica`,
         as long as that is here.
 
         Raises:
@@ -167,7 +170,7 @@ class RolloutWorker(Actor):
         from monarch_rl.tasks import load_task, make_prompt
 
         asked = self._task if task is None else load_task(task, {}, self._config.seed)
-        work = Purpose("eval", asked, task, self._sampling, min_step, replica=replica)
+        work = Purpose("eval", asked, task, self._sampling, min_version, replica=replica)
         size = work.task.eval_size
         prompts = [make_prompt(work.task, index, "eval") for index in indices if size is None or index < size]
         evaluation = Evaluation()
@@ -196,7 +199,7 @@ class RolloutWorker(Actor):
         from monarch_rl.engine_requests import UnusablePrompt
 
         HOLDING.set(f"prompt {lease.ordinal}")
-        work, buffer = Purpose("train", self._task, None, self._sampling, lease.min_step, lease.attempt), self._buffer
+        work, buffer = Purpose("train", self._task, None, self._sampling, lease.min_version, lease.attempt), self._buffer
         reply: Future[bool] | Future[None]
         try:
             with waiting("its group", self._config.rollout.deadline_s):
@@ -221,7 +224,7 @@ class RolloutWorker(Actor):
         ids = self._render(prompt)
         seeds = [partial(episode_seed, self._config.seed, work.split, prompt.ordinal, work.attempt, index) for index in range(episodes)]
         first = [seed() for seed in seeds]
-        generations = await self._streams.generate(ids, work.sampling, first, work.min_step, work.replica)
+        generations = await self._streams.generate(ids, work.sampling, first, work.min_version, work.replica)
         rolled = [Trajectory(ids) for _ in seeds]
         for trajectory, generation in zip(rolled, generations, strict=True):
             self._append(trajectory, generation)
@@ -255,7 +258,7 @@ class RolloutWorker(Actor):
             told = self._renderer.continuation(content, after=trajectory.last_id)
             sampling, seeds = replace(work.sampling, max_new_tokens=left), [seed(turn=len(trajectory.turns))]
             try:
-                (generation,) = await self._streams.generate(trajectory.ids + told, sampling, seeds, work.min_step, trajectory.replica)
+                (generation,) = await self._streams.generate(trajectory.ids + told, sampling, seeds, work.min_version, trajectory.replica)
             except ActorError as error:
                 if not isinstance(error.exception, PromptTooLong):
                     raise

@@ -42,7 +42,7 @@ class Streams:
         self._introduced: list[Generator] = []
 
     async def generate(
-        self, ids: list[int], sampling: Sampling, seeds: Sequence[int], min_step: int, replica: int | None = None
+        self, ids: list[int], sampling: Sampling, seeds: Sequence[int], min_version: int, replica: int | None = None
     ) -> list[Generation]:
         """By the replica that has least to do, or by one that has seen the beginning before and is still here.
 
@@ -53,50 +53,50 @@ class Streams:
             begun = self._begun[number] = [[] for _ in seeds]
 
             async def ask(generator: Generator, number: int = number) -> list[Generation]:
-                return await self._ask(generator, number, ids, sampling, list(seeds), min_step)
+                return await self._ask(generator, number, ids, sampling, list(seeds), min_version)
 
             try:
-                return await self._routes.once(ask, len(seeds), replica, min_step)
+                return await self._routes.once(ask, len(seeds), replica, min_version)
             except Exception as error:
                 if not is_lost(error):
                     raise
             finally:
                 del self._begun[number]
             if any(begun):
-                return await self._go_on(begun, ids, sampling, seeds, min_step)
+                return await self._go_on(begun, ids, sampling, seeds, min_version)
 
     async def _ask(
-        self, generator: Generator, number: int, ids: list[int], sampling: Sampling, seeds: list[int], min_step: int
+        self, generator: Generator, number: int, ids: list[int], sampling: Sampling, seeds: list[int], min_version: int
     ) -> list[Generation]:
         stream = None
         if 0 < self._burst_tokens < sampling.max_new_tokens:
             await self._introduce(generator)
             stream = self._name, number
-        generations: list[Generation] = await generator.generate.call_one(ids, sampling, seeds, min_step, stream)
+        generations: list[Generation] = await generator.generate.call_one(ids, sampling, seeds, min_version, stream)
         return generations
 
     async def _go_on(
-        self, begun: list[list[Generation]], ids: list[int], sampling: Sampling, seeds: Sequence[int], min_step: int
+        self, begun: list[list[Generation]], ids: list[int], sampling: Sampling, seeds: Sequence[int], min_version: int
     ) -> list[Generation]:
         """Each episode from where it was, as a request of its own."""
         whole: dict[int, Generation] = {}
 
         async def one(index: int) -> None:
-            whole[index] = await self._continue(begun[index], ids, sampling, seeds[index], min_step)
+            whole[index] = await self._continue(begun[index], ids, sampling, seeds[index], min_version)
 
         await together([one(index) for index in range(len(seeds))])
         return [whole[index] for index in range(len(seeds))]
 
-    async def _continue(self, begun: list[Generation], ids: list[int], sampling: Sampling, seed: int, min_step: int) -> Generation:
+    async def _continue(self, begun: list[Generation], ids: list[int], sampling: Sampling, seed: int, min_version: int) -> Generation:
         if not begun:
-            (generation,) = await self.generate(ids, sampling, [seed], min_step)
+            (generation,) = await self.generate(ids, sampling, [seed], min_version)
             return generation
         first = spliced(begun)
         if first.finish_reason != "abort":
             return first
         tokens = len(first.ids_T)
         rest = replace(sampling, max_new_tokens=sampling.max_new_tokens - tokens, begun=sampling.begun + tokens)
-        (more,) = await self.generate(ids + first.ids_T.tolist(), rest, [continued_seed(seed, tokens)], min_step)
+        (more,) = await self.generate(ids + first.ids_T.tolist(), rest, [continued_seed(seed, tokens)], min_version)
         return spliced([first, more])
 
     async def _introduce(self, generator: Generator) -> None:

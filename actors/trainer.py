@@ -7,6 +7,7 @@ Called by: the controller. May be blocked by: the other ranks (collectives), a b
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from pathlib import Path
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from monarch_rl.weights.slots import Ring, SlotBuffers
 
 
+log = logging.getLogger(__name__)
+
+
 def take_deadline(config: Config) -> float:
     """Seconds that a rank waits for a batch: every group of it may use up all its attempts."""
     return config.rollout.deadline_s * config.rollout.max_attempts + 60.0
@@ -44,8 +48,9 @@ class Stepped(NamedTuple):
 
 
 class Trainer(Actor):
-    def __init__(self, config: Config, buffer: ReplayBuffer) -> None:
-        self._config, self._buffer = config, buffer
+    def __init__(self, config: Config, buffer: ReplayBuffer, lineage: int = 0) -> None:
+        """`lineage`: of the versions that it makes."""
+        self._config, self._buffer, self._lineage = config, buffer, lineage
         self._rank, self._world = current_rank().rank, sum(current_size().values())
         self._ring: Ring | None = None
 
@@ -120,7 +125,8 @@ class Trainer(Actor):
 
         weights = self._config.weights
         deltas = weights.encoding != "full"
-        self._ring = Ring(plans, rank=self._rank, world=self._world, slots=weights.slots, board=BOARD, deltas=deltas)
+        cut = {"rank": self._rank, "world": self._world, "slots": weights.slots}
+        self._ring = Ring(plans, **cut, board=BOARD, deltas=deltas, failed=self._end)
         return self._ring.register()
 
     @endpoint
@@ -133,7 +139,7 @@ class Trainer(Actor):
         """Take this rank's shard of batch `step`, do one optimizer step, stage the result when it is due."""
         started = time.perf_counter()
         with timeline.span("wait"):
-            reply = self._buffer.take.call_one(step, self._rank)
+            reply = self._buffer.take.call_one(step, self._rank, self._lineage)
             shard = answer_blocking(reply, f"replay buffer (batch of step {step})", take_deadline(self._config))
         if shard is None:
             return Stepped({}, timeline.drain())
@@ -142,9 +148,9 @@ class Trainer(Actor):
             stats = self._learner.step(shard, before_update=self._wait_copied)
         trained = time.perf_counter()
         if self._rank == 0:
-            self._buffer.trained.broadcast(step)
+            self._buffer.trained.broadcast(step, self._lineage)
         if step % self._config.weights.every == 0 or step == self._config.steps:
-            self._publish(Version(0, step))
+            self._publish(Version(self._lineage, step))
         now = time.perf_counter()
         times = {
             "time/step_s": now - started,
@@ -189,6 +195,11 @@ class Trainer(Actor):
             self._ring.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+    def _end(self, error: BaseException) -> None:
+        """Nobody would get weights from here any more, so that another is to take this rank's place."""
+        log.error("trainer %d: its weights cannot be sealed, it ends: %s: %s", self._rank, type(error).__name__, error)
+        os._exit(os.EX_SOFTWARE)
 
     def _fingerprint(self) -> str:
         from monarch_rl.models import local_shards

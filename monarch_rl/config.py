@@ -111,6 +111,9 @@ class CheckpointConfig:
     """steps between checkpoints of model, optimizer and progress; 0 means none but those that a signal or the user asks for"""
     keep: int = 2
     """the newest checkpoints that are kept"""
+    uncovered_mb: float = 4096.0
+    """memory for groups that were trained since the newest one, which trainers that restart from it train again; those beyond it are
+    sampled again; 0: all are"""
 
 
 @dataclass
@@ -271,6 +274,7 @@ LEAST = {
     "epochs": 0,
     "model.lora.rank": 0,
     "generator.max_restarts": 0,
+    "trainer.max_restarts": 0,
     "generator.burst_tokens": 0,
     "generator.spares": 0,
     "rollout.max_restarts": 0,
@@ -287,7 +291,10 @@ LEAST = {
 }
 """Smallest allowed value of the whole numbers that are not simply at least 1."""
 
-MAY_BE_ZERO = {"generator.min_p", "trainer.weight_decay", "trainer.max_grad_norm", "trainer.kl", "trainer.entropy"}
+MAY_BE_ZERO = {
+    *("generator.min_p", "trainer.weight_decay", "trainer.max_grad_norm", "trainer.kl", "trainer.entropy"),
+    "checkpoint.uncovered_mb",
+}
 """Numbers that are not simply above 0."""
 
 TASK_PART_KEYS = ("name", "weight", "args")
@@ -331,6 +338,11 @@ def validate(config: Config) -> None:
         raise ConfigError(
             f"trainer.warmup_steps={trainer.warmup_steps} leaves no step of steps={config.steps} for trainer.schedule={trainer.schedule}"
         )
+
+
+def can_restart(config: Config) -> bool:
+    """Whether trainers that are lost are started again: there must be something to start from, and to train again."""
+    return config.checkpoint.every > 0 and config.trainer.max_restarts > 0 and not config.replay
 
 
 def is_object(value: Any) -> bool:

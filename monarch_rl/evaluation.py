@@ -38,15 +38,15 @@ class Evaluated:
 
 
 async def evaluate(
-    workers: Routes[RolloutWorker], prompts: int, min_step: int, task: TaskSpec | None = None, replica: int | None = None
+    workers: Routes[RolloutWorker], prompts: int, min_version: int, task: TaskSpec | None = None, replica: int | None = None
 ) -> Evaluated:
-    """Sample `prompts` held-out prompts with weights of at least step `min_step`; `task` in place of the one that is trained; on one
-    `replica`, as long as that is there. What a worker that is lost had to do is done again by another."""
+    """Sample `prompts` held-out prompts with weights of at least `min_version`, a `Version.pack()`; `task` in place of the one that is
+    trained; on one `replica`, as long as that is there. What a worker that is lost had to do is done again by another."""
     count = max(1, len(workers))
 
     async def part(first: int) -> Evaluation:
         indices = range(first, prompts, count)
-        return await workers.ask(lambda worker: worker.evaluate.call_one(indices, min_step, task, replica), len(indices))
+        return await workers.ask(lambda worker: worker.evaluate.call_one(indices, min_version, task, replica), len(indices))
 
     parts = await asyncio.gather(*map(part, range(count)))
     rewards = [reward for part in parts for reward in part.rewards]

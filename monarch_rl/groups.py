@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from monarch_rl.config import BufferConfig
 from monarch_rl.ledger import AgeError
 from monarch_rl.packing import pack, token_ages, trained_mask
 from monarch_rl.types import NOT_SAMPLED, Episode, Group, Shard
@@ -52,36 +50,6 @@ def describe(group: Group, width: int = 60) -> str:
     return ", ".join(parts)
 
 
-class Barren:
-    """Prompts in a row that gave nothing to train on."""
-
-    def __init__(self, buffer: BufferConfig) -> None:
-        self._most, self._max_dead_steps = buffer.max_dead_steps * buffer.prompts_per_step, buffer.max_dead_steps
-        self._notes: deque[str] = deque(maxlen=3)
-        self._run = 0
-
-    @property
-    def last(self) -> str:
-        """What the last ones looked like."""
-        return " | ".join(self._notes)
-
-    def over(self) -> None:
-        """One that can be trained."""
-        self._run = 0
-        self._notes.clear()
-
-    def add(self, note: str, dropped: Mapping[str, int]) -> str | None:
-        """One more, of all that were dropped so far, by reason; with so many that the run would go on forever, why it ends."""
-        self._run += 1
-        self._notes.append(note)
-        if self._run < self._most:
-            return None
-        return (
-            f"{self._run} prompts in a row gave nothing to train on (buffer.max_dead_steps={self._max_dead_steps}; "
-            f"dropped so far: {by_reason(dropped)}). The last ones: {self.last}"
-        )
-
-
 def by_reason(dropped: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {reason}" for reason, count in dropped.items())
 
@@ -110,7 +78,7 @@ def check_ages(groups: Iterable[Group], step: int, max_age: Callable[[int], int]
                 raise AgeError(f"prompt {group.ordinal} has a token of age {ages_N.max()} at step {step}, above buffer.max_age={bound}")
 
 
-def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, dead_too: bool = False) -> list[Shard]:
+def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, dead_too: bool = False, lineage: int = 0) -> list[Shard]:
     """Deal the episodes of a batch to the ranks.
 
     In no shard are episodes without a trained token (unscorable, empty), and dead groups: where every advantage is a difference to
@@ -122,6 +90,7 @@ def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, 
         step: the optimizer step that trains them.
         ranks: trainer ranks, one shard each.
         budget: most padded tokens of a micro-batch.
+        lineage: of the trainer.
     """
     rewards_PG, turn_rewards_PGK = reward_tables([group.episodes for group in groups])
     live = [judge(group) == "trainable" or dead_too for group in groups]
@@ -143,6 +112,7 @@ def make_shards(groups: Sequence[Group], step: int, ranks: int, budget: int, *, 
                 left_out_tokens=sum(tokens for tokens, alive in zip(tokens_P, live, strict=True) if not alive),
                 total_episodes=sum(_scorable(e) and e.trained for group in groups for e in group.episodes),
                 ordinals=[group.ordinal for group in groups],
+                lineage=lineage,
             )
         )
     return shards

@@ -77,7 +77,6 @@ class Learner:
         total_steps: int,
         device_mesh: DeviceMesh,
         bf16: bool = False,
-        lineage: int = 0,
         length_budget: int = 0,
         reference: PreTrainedModel | None = None,
     ) -> None:
@@ -88,12 +87,11 @@ class Learner:
                 chosen its device.
             total_steps: where the learning rate schedule ends.
             bf16: forward and backward in bfloat16.
-            lineage: trainer restarts so far, see `Version`.
             length_budget: most sampled tokens of an episode; only `trainer.aggregation=constant` needs it.
             reference: where `config.kl` is above 0, the model that the policy is held to; it is sharded and never changes. A policy
                 with adapters needs none: it is held to its base model.
         """
-        self.config, self.total_steps, self.device_mesh, self.lineage = config, total_steps, device_mesh, lineage
+        self.config, self.total_steps, self.device_mesh = config, total_steps, device_mesh
         self.objective = Objective.of(config, length_budget)
         self.adapted = has_adapters(causal_lm)
         self.base = digest(base_weights(causal_lm)) if self.adapted else 0
@@ -190,7 +188,7 @@ class Learner:
 
     def _backward(self, arrays: Batch, advantages_N: Tensor, batch: Shard, reference_N: Tensor | None) -> Trained:
         """Adds the gradient of one micro-batch. An empty one is run too: other ranks wait for its collectives."""
-        ages = token_ages(arrays.versions_N, batch.step, self.lineage)
+        ages = token_ages(arrays.versions_N, batch.step, batch.lineage)
         fresh = _of_fresh_rows(arrays.rows_N, ages)
         known = (arrays.rows_N, arrays.logprobs_N, ages, fresh)
         rows_N, behaviour_N, ages_N, fresh_N = (torch.from_numpy(x).to(self.device) for x in known)

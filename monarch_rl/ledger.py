@@ -2,8 +2,8 @@
 
 An ordinal goes `pending → leased → scored → taken → trained`, or ends as `dropped` with a reason. A lost or late claim goes
 back to `pending` until its attempts are used up. Deadlines and the trainer's step are arguments, so that the rule can be tested
-in virtual time. An event costs O(1) amortised, plus a heap operation where deadlines or returned prompts are touched.
-The rule and its proof: `docs/staleness.md`.
+in virtual time. An event costs O(1) amortised, plus a heap operation where deadlines or returned prompts are touched, and a look at all
+that live where a returned one must wait for newer weights. The rule and its proof: `docs/staleness.md`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from itertools import islice
 from typing import Any, Literal
 
@@ -38,7 +38,7 @@ class Ledger:
         ordinals: prompts that there are; None: endless.
         tail: what becomes of the last groups where they are fewer than P: a smaller step, dropped, or a TailError.
         clock: the time for `Life.since`.
-        on_change: is told of every change of a prompt.
+        on_change: is told of every change.
     Raises:
         ValueError: a value is out of range, or the window leaves less than one step's worth of budget.
     """
@@ -60,6 +60,10 @@ class Ledger:
         self.prompts_per_step, self.window, self.max_attempts = prompts_per_step, window, max_attempts
         self.steps, self.ordinals, self.tail = steps, ordinals, tail
         self.set_max_age(max_age)
+        self._clock, self._on_change = clock, on_change
+        self._clear()
+
+    def _clear(self) -> None:
         self.started = 0
         """Ordinals leased at least once, so also the next fresh one."""
         self.dropped: Counter[str] = Counter()
@@ -71,7 +75,6 @@ class Ledger:
         self.trained_steps = 0
         """The last optimizer step that is done."""
         self.ended = Ended()
-        self._clock, self._on_change = clock, on_change
         self._live: dict[int, Entry] = {}
         self._count: Counter[State] = Counter()
         self._replaced = 0  # started ordinals that count in no step's P: dropped prompts whose replacement may be started ...
@@ -138,7 +141,7 @@ class Ledger:
         while self._returned and not self._is(self._returned[0], "pending"):
             heappop(self._returned)
         if self._returned:
-            return self._returned[0] if self._live[self._returned[0]].min_step <= step else None
+            return self._returned[0] if self._may_go_on(self._returned[0], step) else None
         return self.started if self._may_start(step) else None
 
     def lease(self, owner: str, now: float, deadline_s: float, step: int) -> Lease | None:
@@ -205,10 +208,7 @@ class Ledger:
         return None if due is None else due[0]
 
     def drop(self, ordinal: int, reason: str, attempt: int | None = None) -> bool:
-        """Take a prompt out for good; with `attempt` only while that claim is held.
-
-        False: the claim was lost before; or, without `attempt`, the prompt was taken or had ended.
-        """
+        """Take a prompt out for good; with `attempt` only while that claim is held. False: it was lost, was taken, or had ended."""
         entry = self._live.get(ordinal) if attempt is None else self._claim(ordinal, attempt)
         if entry is None or entry.state == "taken":
             return False
@@ -238,11 +238,7 @@ class Ledger:
         return ordinals
 
     def trained(self, step: int) -> None:
-        """The optimizer steps up to and including `step` are done; saying it again changes nothing.
-
-        Raises:
-            ValueError: a step that was not taken.
-        """
+        """Steps up to and including `step` are done; saying it again changes nothing. Raises ValueError: it was not taken."""
         if step > self.taken_steps:
             raise ValueError(f"step {step} cannot be trained: the last one taken is {self.taken_steps}")
         for _ in range(self.trained_steps, step):
@@ -267,7 +263,8 @@ class Ledger:
         return starts | ends | {"live": live, "words": words, "columns": columns}
 
     def load_state_dict(self, state: Mapping[str, Any], keep_groups: bool = True) -> None:
-        """Go on where another stood; for a new ledger. Without `keep_groups` finished ones are sampled again, and P, S, W may differ."""
+        """Go on from there, whatever stood here. Without `keep_groups` finished ones are sampled again, and P, S, W may differ."""
+        self._clear()
         self.started, self.stale = state["started"], state["stale"]
         self._replaced, self._vacant = state["replaced"], state["vacant"]
         self.taken_steps = self.trained_steps = state["step"]
@@ -284,8 +281,7 @@ class Ledger:
             self._live[ordinal] = entry
             self._count["pending"] += 1
             self._move(ordinal, entry, "scored" if scored and keep_groups else "pending")
-        self._returned = [ordinal for ordinal, entry in self._live.items() if entry.state == "pending"]
-        heapify(self._returned)
+        self._returned = sorted(ordinal for ordinal, entry in self._live.items() if entry.state == "pending")
         self._front = min(self._returned, default=self.started)
         self._head = min(self._live, default=self.started)
         self._ready = sum(e.state == "scored" and o < self._front + self.window for o, e in self._live.items())
@@ -310,6 +306,14 @@ class Ledger:
             limit = min(limit, self.steps * self.prompts_per_step)
         return self.started - self._replaced < limit
 
+    def _may_go_on(self, ordinal: int, step: int) -> bool:
+        """The rule for one that was started before: what was dropped since makes it earlier."""
+        entry = self._live[ordinal]
+        if entry.min_step > step:
+            before = self.trained_steps * self.prompts_per_step + sum(live < ordinal for live in self._live)
+            entry.min_step = min(entry.min_step, self._first_step(before - (entry.max_age - self.max_age) * self.prompts_per_step))
+        return entry.min_step <= step
+
     def _start(self) -> Entry:
         entry = self._live[self.started] = Entry(self._first_step(self.started - self._replaced), self.max_age)
         self._count["pending"] += 1
@@ -321,8 +325,7 @@ class Ledger:
         return max(0, (index - self.budget) // self.prompts_per_step + 1)
 
     def _is(self, ordinal: int, *states: State) -> bool:
-        entry = self._live.get(ordinal)
-        return entry is not None and entry.state in states
+        return ordinal in self._live and self._live[ordinal].state in states
 
     def _claim(self, ordinal: int, attempt: int) -> Entry | None:
         if self._claims.holds(ordinal, attempt):

@@ -76,6 +76,8 @@ class Progress(NamedTuple):
     """The first prompt that is neither trained nor dropped."""
     dropped: dict[str, int]
     """By reason, since the start of the run. What was dropped above `next_ordinal` will be started again."""
+    lineage: int = 0
+    """Restarts of the trainers from a checkpoint."""
 
 
 class Holdings(NamedTuple):

@@ -14,10 +14,19 @@ from monarch_rl.config import Config
 from monarch_rl.types import Version
 
 
+class TrainerRestarted(Exception):
+    """The trainer was lost and has begun again from its last checkpoint: `System.version` has gone back there."""
+
+
 class System(Protocol):
     """What the loop needs of a running system."""
 
     config: Config
+
+    @property
+    def version(self) -> Version:
+        """Of the trainer's weights."""
+        ...
 
     async def restore(self) -> Version:
         """The version to go on from: the first, that of a checkpoint, or where an earlier call of `train` stopped."""
@@ -32,7 +41,11 @@ class System(Protocol):
         ...
 
     async def train_step(self, step: int) -> Mapping[str, float] | None:
-        """One optimizer step on the batch of `step`, when the system is not paused; stages the new weights. None: the data have ended."""
+        """One optimizer step on the batch of `step`, when the system is not paused; stages the new weights. None: the data have ended.
+
+        Raises:
+            TrainerRestarted: another step is the next.
+        """
         ...
 
     def record(self, step: int, stats: Mapping[str, float]) -> None:
@@ -68,11 +81,15 @@ async def train(system: System, until: int | None = None) -> None:
             system.start_evaluation(0)
             await system.evaluations()  # of the untrained model: the generators go on with the first batches meanwhile
             system.record(0, {})
-        for step in range(start.step + 1, last + 1):
-            stats = await system.train_step(step)
+        while (step := system.version.step + 1) <= last:
+            try:
+                stats = await system.train_step(step)
+            except TrainerRestarted:
+                continue  # the steps since the checkpoint are done again
             if stats is None:  # each prompt was trained or dropped, as many times as was asked for
-                await _end(system, step - 1, start.step)
-                break
+                last = step - 1
+                await _end(system, start)
+                continue
             if system.due("eval", step):
                 system.start_evaluation(step)
             if step == system.config.steps:
@@ -80,13 +97,16 @@ async def train(system: System, until: int | None = None) -> None:
             system.record(step, stats)
             if system.due("checkpoint", step):
                 await system.start_checkpoint()
-        await system.checkpoints()
+            if step == last:
+                await system.checkpoints()
 
 
-async def _end(system: System, step: int, start: int) -> None:
+async def _end(system: System, start: Version) -> None:
     """The step that is done turns out to have been the last."""
-    await system.publish(Version(0, step))
-    if step > start:
-        system.start_evaluation(step)
+    version = system.version
+    await system.publish(version)
+    if version.step > start.step:
+        system.start_evaluation(version.step)
         await system.evaluations()
-        system.record(step, {})
+        system.record(version.step, {})
+    await system.checkpoints()

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 START_DEADLINE_S = 900.0
 """A large model may take minutes to load."""
+LEAVE_DEADLINE_S = 30.0
+"""For the processes of a mesh to end that is not needed any more."""
 LEAVE_S = 0.1
 """From when a process says that it ends until it does, for the word to get out."""
 SILENT_S = 120.0
@@ -114,6 +116,20 @@ class Meshes:
     def leave(self, name: str) -> asyncio.Future[str]:
         """The death of this mesh is another's to deal with: `fault` is not told. The result says how it died."""
         return self._left.setdefault(name, asyncio.get_running_loop().create_future())
+
+    async def renew(self, name: str) -> None:
+        """End a mesh that was left, in whatever state it is, and start its processes again where they were."""
+        placed = self._placed[name]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_DEADLINE_S):
+                await self.stop(name)
+        self._gone.discard(name)
+        self._spawn(placed)
+
+    def heed(self, name: str) -> asyncio.Future[str]:
+        """As `leave`, of a mesh that was renewed: from here on its deaths are its own, and not those of the one before."""
+        self._left.pop(name, None)
+        return self.leave(name)
 
     def vacate(self, name: str) -> None:
         """What is spawned from now on may take its place: this mesh is going to end."""

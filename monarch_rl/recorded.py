@@ -6,16 +6,20 @@ Which rank trains which episode in which micro-batch is a pure function of these
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
 
 from monarch_rl import arrays
 from monarch_rl.config import Config, UserError
 from monarch_rl.disk import dropped, on_disk
-from monarch_rl.observe.rollouts import reopen
+from monarch_rl.observe.rollouts import RolloutsFile, reopen
 from monarch_rl.types import Group
 
 RECORD = "record"
@@ -23,21 +27,32 @@ WEIGHTS = "weights.jsonl"
 """In `record/`: the fingerprint of each rank's weights after each step."""
 
 
-def write(output_dir: Path, step: int, groups: Sequence[Group]) -> None:
+class Trained(NamedTuple):
+    """What one optimizer step trained."""
+
+    groups: list[Group]
+    lineage: int
+    """Of the trainer, which ages depend on."""
+
+
+def write(output_dir: Path, step: int, groups: Sequence[Group], lineage: int = 0) -> None:
     """Complete or absent."""
     folder = output_dir / RECORD
     folder.mkdir(parents=True, exist_ok=True)
     about, columns = arrays.pack(groups)
     draft = folder / f".step_{step}.npz"
     with dropped(draft):
-        arrays.write(draft, about, columns)
+        arrays.write(draft, about, {**columns, "lineage": np.array(lineage)})
         os.replace(draft, folder / f"step_{step}.npz")
 
 
-def read(output_dir: Path, step: int) -> list[Group] | None:
+def read(output_dir: Path, step: int) -> Trained | None:
     """None: there is no such step. Raises UserError: its file is damaged."""
     path = output_dir / RECORD / f"step_{step}.npz"
-    return arrays.unpack(*arrays.read(path)) if path.exists() else None
+    if not path.exists():
+        return None
+    about, columns = arrays.read(path)
+    return Trained(arrays.unpack(about, columns), int(columns["lineage"]))
 
 
 def cut(output_dir: Path, after: int) -> None:
@@ -62,6 +77,43 @@ def check(output_dir: Path) -> int:
         missing = next(step for step in range(1, steps[-1]) if step not in steps)
         raise UserError(f"replay={output_dir}: {RECORD}/step_{missing}.npz is missing")
     return len(steps)
+
+
+class Written:
+    """What was trained, in files: `rollouts.jsonl`, and with `record=true` the groups as they were, beside everything else."""
+
+    def __init__(self, config: Config, after: int, failed: Callable[[str], None]) -> None:
+        """`after`: steps that an earlier run in the same folder has done. `failed` is told why something cannot be written."""
+        self._folder, self._record, self._failed = Path(config.output_dir), config.record, failed
+        self._rollouts = RolloutsFile(self._folder / "rollouts.jsonl", after)
+        self._writing: set[asyncio.Task[None]] = set()
+        cut(self._folder, after)
+
+    def write(self, step: int, groups: Sequence[Group], lineage: int) -> None:
+        self._rollouts.write(step, groups)
+        if self._record:
+            writing = asyncio.get_running_loop().create_task(asyncio.to_thread(write, self._folder, step, groups, lineage))
+            self._writing.add(writing)
+            writing.add_done_callback(self._done)
+
+    async def go_back(self, step: int) -> None:
+        """Later steps are undone."""
+        await self.complete()
+        self._rollouts.cut(step)
+        cut(self._folder, step)
+
+    async def complete(self) -> None:
+        """All that was to be recorded is."""
+        await asyncio.gather(*self._writing, return_exceptions=True)
+
+    async def close(self) -> None:
+        self._rollouts.close()
+        await self.complete()
+
+    def _done(self, writing: asyncio.Task[None]) -> None:
+        self._writing.discard(writing)
+        if (error := writing.exception()) is not None:
+            self._failed(f"record: {error}")
 
 
 def fingerprints(output_dir: Path) -> dict[int, list[str]]:

@@ -58,8 +58,8 @@ class Records:
         self._file: MetricsFile | None = None
         self._looked = 0.0
         self.console = make_console(config)
-        self.step = 0
-        """Optimizer steps done."""
+        self.version = Version(0, 0)
+        """Of the trainer's weights."""
         self.rows: list[dict[str, Any]] = []
         """Written by this session."""
         self.reports: list[GeneratorReport] = []
@@ -69,10 +69,17 @@ class Records:
         self.holdings: Holdings | None = None
         """What the replay buffer held at the last look."""
 
-    def begin(self, after: int, metrics: Metrics, buffer: ReplayBuffer) -> None:
-        """Go on after step `after`; of an earlier run in the same folder the rows up to there are kept."""
-        self._file = MetricsFile(self._output_dir / "metrics.jsonl", after)
-        self._metrics, self._buffer, self.step = metrics, buffer, after
+    def begin(self, version: Version, metrics: Metrics, buffer: ReplayBuffer) -> None:
+        """Go on from there; of an earlier run in the same folder the rows up to there are kept."""
+        self._file = MetricsFile(self._output_dir / "metrics.jsonl", version.step)
+        self._metrics, self._buffer, self.version = metrics, buffer, version
+
+    def go_back(self, version: Version) -> None:
+        """The trainers have restarted from a checkpoint: rows of later steps are undone. All that were put must be `written`."""
+        assert self._file is not None
+        self._file.cut(version.step)
+        self.rows = [row for row in self.rows if row["step"] <= version.step]
+        self.version = version
 
     def put(self, step: int, stats: Mapping[str, float]) -> None:
         self._queue.put_nowait((step, stats))
@@ -113,7 +120,7 @@ class Records:
             self.console.say(line)
         for lane, recorded in spans.items():
             self.spans(lane, recorded)
-        self.console.reports(self.step, self.reports)
+        self.console.reports(self.version.step, self.reports)
 
     def spans(self, lane: str, records: list[Record]) -> None:
         spans = [record for record in records if isinstance(record, Span)]
@@ -149,8 +156,9 @@ class Records:
         await self.collect()
         if self.rows and self.rows[-1]["step"] == step:
             return self._add(self.rows[-1])
-        row: dict[str, Any] = {"step": step, "version": str(Version(0, step)), "wall_s": round(time.monotonic() - self._started, 3)}
-        row |= {**stats, **self._figures.row(step, self.reports)}
+        version = self.version._replace(step=step)
+        row: dict[str, Any] = {"step": step, "version": str(version), "wall_s": round(time.monotonic() - self._started, 3)}
+        row |= {**stats, **self._figures.row(version, self.reports)}
         if step:
             figures: dict[str, float] = await answer(self._buffer.stats.call_one(step), "replay buffer (stats)", DEADLINE_S)
             row |= figures

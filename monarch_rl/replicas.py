@@ -44,6 +44,7 @@ class Replicas:
         self._config, self._meshes, self._metrics = config, meshes, metrics
         self._starts: dict[int, asyncio.Future[list[LoadPlan]]] = {}
         self._ranks: dict[int, Any] = {}
+        self._holding = False
         self._spares: dict[int, Any] = {}
         self._pinning = asyncio.Lock()
         self.pool: Pool[Generator] = Pool(self, config.generator, meshes, say)
@@ -77,12 +78,21 @@ class Replicas:
         self.follow()
 
     def follow(self) -> None:
-        """Have all replicas pull what the trainers publish, until `hold`."""
+        """Have all replicas pull what the trainers publish, until `hold`. One that still starts will by itself."""
+        self._holding = False
         for number in self.live:
-            self._tasks.create_task(self._follow(number), name=f"generator {number}")
+            if self._starts[number].done():
+                self._tasks.create_task(self._follow(number), name=f"generator {number}")
+
+    def renew(self, source: Source) -> None:
+        """The trainers were started again: from now on weights come from there."""
+        self._source = source
+        if not self._holding:
+            self.follow()
 
     async def hold(self) -> None:
         """They pull nothing more."""
+        self._holding = True
         await asyncio.gather(*[self._unfollow(number) for number in self.live])
 
     async def pull(self, number: int, newest: Version) -> None:
@@ -91,11 +101,11 @@ class Replicas:
         await answer(self.live[number].pull.call_one(publishers, rings, plans, newest), f"generator {number} (pull)", LEAVE_DEADLINE_S)
 
     @contextlib.asynccontextmanager
-    async def pinned(self, min_step: int) -> AsyncIterator[int]:
-        """A replica that keeps the weights which it holds, at least those of `min_step`, while the body runs. Rollouts that need newer
+    async def pinned(self, min_version: int) -> AsyncIterator[int]:
+        """A replica that keeps the weights which it holds, at least those of `min_version`, while the body runs. Rollouts that need newer
         ones go to others, or wait where there are none."""
         async with self._pinning:
-            number, step = await self._pin(min_step)
+            number, step = await self._pin(min_version)
             try:
                 await self._rollouts.each(lambda worker: worker.pin_generator.call_one(number, step), "rollout workers (pin)")
                 yield number
@@ -125,12 +135,12 @@ class Replicas:
             if not is_lost(error):  # the pool hears of it too, and sees to it
                 raise
 
-    async def _pin(self, min_step: int) -> tuple[int, int]:
+    async def _pin(self, min_version: int) -> tuple[int, int]:
         """The number of a replica, and the step that it keeps to. One that is lost before it answers is replaced meanwhile."""
         while True:
             number = min(self.pool.joined or self.live)
             try:
-                return number, await answer(self.live[number].pin.call_one(min_step), f"generator {number} (pin)", START_DEADLINE_S)
+                return number, await answer(self.live[number].pin.call_one(min_version), f"generator {number} (pin)", START_DEADLINE_S)
             except Exception as error:
                 if not is_lost(error):
                     raise

@@ -19,7 +19,10 @@ SETTINGS = "settings.json"
 LOOKED_AT = 16
 """Prompts whose text tells whether the data are the same."""
 
-UNTOLD = ("recipe", "profile", "output_dir", "resume", "record", "replay", "close_deadline_s", "trackers", "console.", "cluster.")
+UNTOLD = (
+    *("recipe", "profile", "output_dir", "resume", "record", "replay", "close_deadline_s", "trackers", "console.", "cluster."),
+    *("checkpoint.uncovered_mb", "trainer.max_restarts", "trainer.hang_s"),
+)
 """Keys that change nothing in what is trained."""
 MADE_BY = ("seed", "task", "task_args", "model.", "generator.group_size")
 """Keys that finished groups depend on: with another value they would not have been made."""

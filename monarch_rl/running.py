@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
 import socket
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from monarch_rl import checkpoint, resume
 from monarch_rl.clocks import clock_offsets
 from monarch_rl.config import Config
 from monarch_rl.evaluation import Evaluated, evaluate
 from monarch_rl.lives import Progress
+from monarch_rl.loop import TrainerRestarted
 from monarch_rl.meshes import SILENT_S, START_DEADLINE_S, ActorDied, Meshes
+from monarch_rl.observe import timeline
 from monarch_rl.observe.metrics import trainer_figures
 from monarch_rl.recorded import Witness
 from monarch_rl.records import Records
-from monarch_rl.replicas import Replicas, Source
+from monarch_rl.replicas import Replicas
+from monarch_rl.saving import Saving, heard
 from monarch_rl.supervise import answer, ended, root
+from monarch_rl.trainers import Trainers
 from monarch_rl.types import Version
 from monarch_rl.watchdog import Watchdog
 from monarch_rl.workers import Known, RolloutWorkers, Scorers
@@ -29,7 +32,8 @@ if TYPE_CHECKING:
     from monarch.actor import Future
 
     from monarch_rl.tasks import Task, TaskSpec
-    from monarch_rl.weights.plan import LoadPlan
+
+T = TypeVar("T")
 
 CLOSE_S = 10.0
 """For an orderly end of all processes, once nothing more is to be saved."""
@@ -66,15 +70,13 @@ class Running:
         self._halted = False
         self._published: Version | None = None
         self._saving = asyncio.Lock()
-        self._writing: asyncio.Task[None] | None = None  # a checkpoint
-        self._unwritten: asyncio.Future[None] = asyncio.get_running_loop().create_future()  # fails when one cannot be written
         self._checkpointed = 0
         self._evaluations: set[asyncio.Task[None]] = set()
 
     @property
     def version(self) -> Version:
         """Of the trainer's weights."""
-        return Version(0, self._records.step)
+        return self._records.version
 
     # --- what the loop asks for -------------------------------------------------------------------------------------
 
@@ -95,33 +97,23 @@ class Running:
             self._published = self.version
             return
         if self._published is None:
-            plans = await self._replicas.started()
-            over = await answer(self._trainers.transport.call(), "trainers (transport)", START_DEADLINE_S)
-            what = "weights travel" if plans[0].base is None else "adapters travel"
+            self._plans = await self._replicas.started()
+            over = await answer(self._trainers.ranks.transport.call(), "trainers (transport)", START_DEADLINE_S)
+            what = "weights travel" if self._plans[0].base is None else "adapters travel"
             self._records.console.say(f"{what} over {' and '.join(sorted(set(over.values())))}")
-            rings = await answer(self._trainers.open_ring.call(plans), "trainers (staging slots)", START_DEADLINE_S)
-            digests = [plan.digest for plan in plans]
-            self._source = Source(self._publishers, list(rings.values()), digests, await self._base(plans[0]))
+            self._source = await self._trainers.open_rings(self._plans)
         elif version == self._published:
             return  # the loop asks for it whenever it begins
-        async with self._turn:
-            await answer(self._trainers.publish.call(self.version), "trainers (publish)", START_DEADLINE_S)
-            self._published = self.version
-
-    async def _base(self, plan: LoadPlan) -> dict[str, int]:
-        """Fingerprints of what generators have read from the model's directory, for them to compare."""
-        if plan.base is None or self.config.weights.verify == "off":
-            return {}
-        ranks = await answer(self._trainers.fingerprints.call([plan.base]), "trainers (base model)", START_DEADLINE_S)
-        return dict(next(iter(ranks.values()))[0])
+        await self._ask_trainers(lambda ranks: ranks.publish.call(self.version), "publish")
+        self._published = self.version
 
     @contextlib.asynccontextmanager
     async def background(self) -> AsyncIterator[None]:
         await self._keep()
-        self._unwritten = asyncio.get_running_loop().create_future()
+        unwritten = self._checkpoints.listen()
         try:
             async with asyncio.TaskGroup() as tasks:
-                watches = [tasks.create_task(self._kept()), tasks.create_task(ended(self._unwritten))]
+                watches = [tasks.create_task(self._kept()), tasks.create_task(ended(unwritten))]
                 yield
                 await self._records.written()
                 for watch in watches:
@@ -132,12 +124,13 @@ class Running:
     async def train_step(self, step: int) -> Mapping[str, float] | None:
         await self._go.wait()
         self._step_in_progress = asyncio.create_task(self._step(step), name=f"step {step}")
-        self._step_in_progress.add_done_callback(_heard)
+        self._step_in_progress.add_done_callback(heard)
         return await asyncio.shield(self._step_in_progress)
 
     def record(self, step: int, stats: Mapping[str, float]) -> None:
         self._unrecorded = None
-        self._records.put(step, stats)
+        if step <= self.version.step:  # else it was undone before this was told
+            self._records.put(step, stats)
 
     def due(self, what: Literal["eval", "checkpoint"], step: int) -> bool:
         every = getattr(self.config, what).every
@@ -145,7 +138,9 @@ class Running:
 
     def start_evaluation(self, step: int) -> None:
         if self.config.eval.prompts and not self.config.replay:
-            self._evaluations.add(self._background.create_task(self._evaluate(step), name=f"evaluation of step {step}"))
+            published = step if step == self.config.steps else step - step % self.config.weights.every
+            of = self.version._replace(step=published)
+            self._evaluations.add(self._background.create_task(self._evaluate(of), name=f"evaluation of step {step}"))
 
     async def evaluations(self) -> None:
         ended = await asyncio.gather(*self._evaluations, return_exceptions=True)
@@ -155,50 +150,24 @@ class Running:
 
     async def checkpoint(self) -> Path:
         """Write model, optimizer, ledger and waiting groups to `checkpoints/step_N`, for `resume`."""
-        await self.start_checkpoint()
-        await self.checkpoints()
-        return checkpoint.folder_of(self.output_dir, self._checkpointed)
+        while True:
+            await self.start_checkpoint()
+            await self.checkpoints()
+            if (folder := checkpoint.folder_of(self.output_dir, self._checkpointed)).exists():
+                return folder  # else the trainers were lost before they had copied what they hold
 
     async def start_checkpoint(self) -> None:
         """What is to be written is copied between two steps; the writing goes on beside the training."""
         async with self._saving:
             await self.checkpoints()  # one at a time
-            await self._start_checkpoint()
-
-    async def _start_checkpoint(self) -> None:
-        async with self._turn:
-            self._checkpointed = self.version.step
-            folder = checkpoint.folder_of(self.output_dir, self._checkpointed)
-            snapshot = self._buffer.snapshot.call_one(self._checkpointed)
-            progress: Progress = await answer(snapshot, "replay buffer (snapshot)", 60.0)
-            copied = self._trainers.checkpoint.call(checkpoint.unfinished(folder))  # before the next step, since messages keep their order
-        self._writing = asyncio.create_task(self._write_checkpoint(folder, progress, copied), name=f"checkpoint of step {progress.step}")
-        self._writing.add_done_callback(self._written)
-
-    def _written(self, writing: asyncio.Task[None]) -> None:
-        """A training that goes on beside it hears at once of a checkpoint that cannot be written."""
-        if not writing.cancelled() and (error := writing.exception()) is not None and not self._unwritten.done():
-            self._unwritten.set_exception(error)
-            self._unwritten.exception()  # there may be no training
+            async with self._outlived(), self._turn:
+                self._checkpointed = self.version.step
+                await self._checkpoints.begin(self.version)
 
     async def checkpoints(self) -> None:
-        if (writing := self._writing) is not None:
-            try:
-                await asyncio.shield(writing)
-            finally:
-                if self._writing is writing and writing.done():
-                    self._writing = None
-
-    async def _write_checkpoint(self, folder: Path, progress: Progress, copied: Future[Any]) -> None:
-        unfinished = checkpoint.unfinished(folder)
-        try:
-            await answer(copied, "trainers (checkpoint)", START_DEADLINE_S)
-            await answer(self._buffer.save.call_one(unfinished), "replay buffer (checkpoint)", START_DEADLINE_S)
-            resume.write(unfinished, self.config, self._task)
-            checkpoint.complete(folder, progress, self.config.checkpoint.keep)
-        except Exception:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+        async with self._outlived():
+            await self._checkpoints.written()
+            self._trainers.check()
 
     async def halt(self) -> None:
         """Have the training end with `Halted` after the step in progress, or before it where its batch is not complete."""
@@ -226,9 +195,9 @@ class Running:
     async def save_model(self) -> Path:
         """Write the trained model as a Hugging Face directory, with adapters merged; these as peft does in `adapter/` beside it."""
         path = self.output_dir / "model"
-        await answer(self._trainers.save.call(path), "trainers (saving the model)", START_DEADLINE_S)
+        await self._ask_trainers(lambda ranks: ranks.save.call(path), "saving the model")
         if self.config.model.lora.rank:
-            await answer(self._trainers.save_adapters.call(path.with_name("adapter")), "trainers (saving the adapters)", START_DEADLINE_S)
+            await self._ask_trainers(lambda ranks: ranks.save_adapters.call(path.with_name("adapter")), "saving the adapters")
         return path
 
     def close_console(self) -> None:
@@ -247,37 +216,30 @@ class Running:
             self._records.console.say(f"Monarch's dashboard: {url} on {socket.gethostname()}")
         self._witness = Witness(self.config, resumed.exact)
         self._spawn_actors(found, resumed.keep_groups)
-        from monarch.spmd import setup_torch_elastic_env_async
-
-        await self._meshes.alive("trainer processes", setup_torch_elastic_env_async(self._meshes["trainer"]))
-        await self._meshes.alive("trainers (model load)", self._trainers.setup.call().as_asyncio())
+        await self._trainers.load(found)
         self._records.trace.offsets_ns |= await clock_offsets(self._meshes.processes())
-        if found is not None:
-            await self._meshes.alive("trainers (checkpoint)", self._trainers.restore.call(found).as_asyncio())
 
     def _spawn_actors(self, found: Path | None, keep_groups: bool) -> None:
         from actors.metrics import Metrics
-        from actors.publisher import Publisher
         from actors.recording import Recording
         from actors.replay_buffer import ReplayBuffer
-        from actors.trainer import Trainer
 
         config, meshes = self.config, self._meshes
         metrics = meshes["replay_buffer"].spawn("metrics", Metrics)
         say = self._records.console.say
         self._replicas, self._scorers = Replicas(config, meshes, metrics, say), Scorers(config, meshes, metrics, say)
         self._replicas.pool.spawn(0 if config.replay else config.generator.replicas)
-        after = 0 if found is None else checkpoint.read_progress(found).step
+        progress = Progress(0, 0, {}) if found is None else checkpoint.read_progress(found)
         if config.replay:
             self._buffer: Any = meshes["replay_buffer"].spawn("replay_buffer", Recording, config)
         else:
             self._buffer = meshes["replay_buffer"].spawn("replay_buffer", ReplayBuffer, config, found, keep_groups)
-        self._trainers = meshes["trainer"].spawn("trainer", Trainer, config, self._buffer)
-        self._records.begin(after, metrics, self._buffer)
+        self._trainers = Trainers(config, meshes, self._buffer, progress.lineage)
+        self._checkpoints = Saving(config, self._task, self._trainers, self._buffer, found)
+        self._records.begin(Version(progress.lineage, progress.step), metrics, self._buffer)
         known = Known(self._buffer, self._replicas.pool.joined, self._scorers.pool.joined, metrics)
         self._rollouts = RolloutWorkers(config, meshes, known, say)
         if not config.replay:
-            self._publishers = meshes["trainer"].spawn("publisher", Publisher)
             self._scorers.pool.spawn(config.scorer.workers)
             self._rollouts.pool.spawn(config.rollout.workers)
 
@@ -294,7 +256,7 @@ class Running:
         buffer = self._buffer.close.call_one()  # trainers that wait for a batch hear that there will be none
         engines = [generator.shut.call_one() for generator in self._replicas.live.values()]
         scorers = [scorer.shut.call_one() for scorer in self._scorers.pool.live.values()]
-        for replies in ([buffer, *engines, *scorers], [self._trainers.shut.call()]):
+        for replies in ([buffer, *engines, *scorers], [self._trainers.ranks.shut.call()]):
             await asyncio.gather(*[answer(reply, "closing", deadline_s) for reply in replies], return_exceptions=True)
 
     # --- background -------------------------------------------------------------------------------------------------
@@ -315,6 +277,8 @@ class Running:
             watchdog = Watchdog(self._meshes.processes, self._records.console.say, self._meshes.hung, SILENT_S)
             tasks.create_task(watchdog.watch(), name="watchdog")
             self._begun.set()
+            self._trainers.watch()
+            tasks.create_task(self._keep_trainers(), name="trainers")
             if not self.config.replay:
                 self._rollouts.begin(tasks)
                 self._scorers.begin(tasks, self._rollouts)
@@ -330,11 +294,18 @@ class Running:
         await asyncio.shield(self._keeper)
 
     async def _step(self, step: int) -> Mapping[str, float] | None:
+        async with self._outlived():
+            return await self._step_once(step)
+        raise TrainerRestarted
+
+    async def _step_once(self, step: int) -> Mapping[str, float] | None:
         async with self._turn:
             if self._halted:
                 raise Halted(f"stopped before step {step}")
+            if step != self.version.step + 1:
+                raise TrainerRestarted
             try:
-                ranks = list((await answer(self._trainers.step.call(step), f"trainers (step {step})", None)).values())
+                ranks = list((await answer(self._trainers.ranks.step.call(step), f"trainers (step {step})", None)).values())
             except Exception as error:
                 raise Halted(f"stopped before step {step}") if self._halted else error from None
             for rank, stepped in enumerate(ranks):
@@ -342,7 +313,7 @@ class Running:
             if not ranks[0].figures:
                 self._set_steps(step - 1)
                 return None
-            self._records.step = step
+            self._records.version = self.version._replace(step=step)
             if fingerprints := [stepped.weights for stepped in ranks if stepped.weights]:
                 self._witness.see(step, fingerprints)
             if step % self.config.weights.every == 0 or step == self.config.steps:
@@ -355,24 +326,70 @@ class Running:
         self.config.steps = steps
         self._records.console.set_steps(steps)
 
-    async def _evaluate(self, step: int) -> None:
-        published = step if step == self.config.steps else step - step % self.config.weights.every
-        evaluated = await self._evaluated(self.config.eval.prompts, published)
+    # --- when trainers are lost -------------------------------------------------------------------------------------
+
+    async def _keep_trainers(self) -> None:
+        """Restart the trainers whenever one is lost, for ever. Generators, rollouts and the replay buffer go on meanwhile."""
+        while True:
+            why = await self._trainers.lost()
+            with timeline.span("restart"):
+                await self._trainers.renew(why)
+                async with self._turn:  # what held it has heard of the loss
+                    try:
+                        await self._go_back(why)
+                    except Exception as error:
+                        if not await self._trainers.are_lost(error):
+                            raise
+            self._records.spans("trainer 0", timeline.drain())
+
+    async def _go_back(self, why: str) -> None:
+        """Have new trainers go on from the last checkpoint, and all others with them."""
+        await self._checkpoints.abandon()
+        newest, version = self._checkpoints.newest, Version(self._trainers.lineage, self._checkpoints.newest_step())
+        self._records.console.say(f"{why}; the trainers start again at step {version.step}, from {newest or 'the initial model'}")
+        await self._trainers.load(newest)
+        await self._records.written()
+        await answer(self._buffer.go_back.call_one(version.step, version.lineage), "replay buffer (going back)", START_DEADLINE_S)
+        self._records.go_back(version)
+        self._unrecorded, self._published = None, version
+        self._source = await self._trainers.open_rings(self._plans)
+        await answer(self._trainers.ranks.publish.call(version), "trainers (publish)", START_DEADLINE_S)
+        self._replicas.renew(self._source)
+        self._trainers.are_renewed()
+
+    @contextlib.asynccontextmanager
+    async def _outlived(self) -> AsyncIterator[None]:
+        """Where the body fails since the trainers are lost, that is no failure; then they have been restarted when this returns."""
+        renewed = self._trainers.renewed
+        try:
+            yield
+        except (Halted, TrainerRestarted):
+            raise
+        except Exception as error:
+            if self._keeper is None or not (renewed.done() or await self._trainers.are_lost(error)):
+                raise
+            await asyncio.wait({renewed, self._keeper}, return_when=asyncio.FIRST_COMPLETED)
+            if not renewed.done():
+                await self._kept()
+
+    async def _ask_trainers(self, ask: Callable[[Any], Future[T]], what: str) -> T:
+        """Of all ranks, between two steps; again where they were restarted meanwhile."""
+        while True:
+            async with self._outlived(), self._turn:
+                return await answer(ask(self._trainers.ranks), f"trainers ({what})", START_DEADLINE_S)
+
+    async def _evaluate(self, of: Version) -> None:
+        evaluated = await self._evaluated(self.config.eval.prompts, of)
         self._records.put_evaluation(evaluated.figures())
 
-    async def _evaluated(self, prompts: int, min_step: int, task: TaskSpec | None = None) -> Evaluated:
+    async def _evaluated(self, prompts: int, of: Version, task: TaskSpec | None = None) -> Evaluated:
+        """By weights of at least `of`."""
         while self.config.eval.pin:
-            async with self._replicas.pinned(min_step) as replica:
-                evaluated = await evaluate(self._rollouts.routes, prompts, min_step, task, replica)
+            async with self._replicas.pinned(of.pack()) as replica:
+                evaluated = await evaluate(self._rollouts.routes, prompts, of.pack(), task, replica)
             if not evaluated.mixed:  # else the replica was lost
                 return evaluated
-        return await evaluate(self._rollouts.routes, prompts, min_step, task)
-
-
-def _heard(step: asyncio.Task[Any]) -> None:
-    """A step that fails after its caller was cancelled, because the run ends, has nothing to tell."""
-    if not step.cancelled():
-        step.exception()
+        return await evaluate(self._rollouts.routes, prompts, of.pack(), task)
 
 
 def _first(error: BaseException) -> BaseException:

@@ -14,13 +14,13 @@ from monarch_rl.changes import settle, tell
 from monarch_rl.config import Config, UserError
 from monarch_rl.evaluation import Evaluated
 from monarch_rl.generator_config import SAMPLED_BY
-from monarch_rl.meshes import START_DEADLINE_S, ActorDied
+from monarch_rl.meshes import ActorDied
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.output import check_output_dir, make_output_dir
 from monarch_rl.running import CLOSE_S, STOP_S, Halted, Running
 from monarch_rl.supervise import answer, cause, root
 from monarch_rl.tables import BufferTable, Samples, Table
-from monarch_rl.types import Sampling
+from monarch_rl.types import Sampling, Version
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -174,7 +174,7 @@ class Session(Running):
         """The actors that go by these keys, by name, and how they are told."""
 
         async def learning_rate(config: Config) -> None:
-            await answer(self._trainers.set_lr.call(config.trainer.lr), "trainers (learning rate)", START_DEADLINE_S)
+            await self._ask_trainers(lambda ranks: ranks.set_lr.call(config.trainer.lr), "learning rate")
 
         async def sampling(config: Config) -> None:
             told = config.generator
@@ -259,7 +259,7 @@ class Session(Running):
         """
         await self._live()
         try:
-            return await self._evaluated(prompts or self.config.eval.prompts or 256, 0, task)
+            return await self._evaluated(prompts or self.config.eval.prompts or 256, Version(0, 0), task)
         except Exception as error:
             if isinstance(mistake := root(error), UserError):
                 raise mistake from error

@@ -162,7 +162,7 @@ def of_buffer(holdings: Holdings | None, ask: Callable[[Sequence[State], int], A
 
 def of_generators(reports: Iterable[GeneratorReport], version: Version) -> Table:
     columns = ("generator", "holds step", "behind the trainer", "tokens", "idle s", "pulls")
-    return Table("Generators", columns, [(r.replica, r.step, max(0, version.step - r.step), r.tokens, r.idle_s, r.pulled) for r in reports])
+    return Table("Generators", columns, [(r.replica, r.step, max(0, r.behind(version)), r.tokens, r.idle_s, r.pulled) for r in reports])
 
 
 def of_weights(reports: Iterable[GeneratorReport], version: Version) -> Table:
@@ -225,7 +225,7 @@ def _span(episode: Episode) -> str:
 
 def _behind(episode: Episode, version: Version) -> object:
     span = episode.versions()
-    return "" if span is None else max(0, version.step - span[0].step)
+    return "" if span is None else max(int(span[0].lineage < version.lineage), version.step - span[0].step)
 
 
 def _text(cell: object) -> str:

@@ -37,6 +37,10 @@ CENTRED = set(get_args(AdvantageName)) - {"reinforce_pp"}
 class TrainerConfig:
     ranks: int = 1
     """FSDP2 processes"""
+    max_restarts: int = 3
+    """where a rank is lost, all start again from the last checkpoint, so many times in a run; needs checkpoint.every; 0: the run ends"""
+    hang_s: float = 120.0
+    """a rank whose process answers nothing for so long is lost"""
     lr: float = 3e-4
     """peak learning rate of AdamW"""
     schedule: Literal["constant", "linear", "cosine"] = "constant"

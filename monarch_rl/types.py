@@ -226,7 +226,14 @@ class Lease:
     attempt: int
     """1 for the first; goes into `scored`/`failed`, so that a late answer of a lost claim is told apart."""
     min_step: int
-    """A generator may start this prompt only when it holds at least this step (the admission rule)."""
+    """A generator may start this prompt only when it holds at least this step (the admission rule) ..."""
+    lineage: int = 0
+    """... of this lineage. A claim of an older one is void: the trainer has restarted since."""
+
+    @property
+    def min_version(self) -> int:
+        """`Version.pack()` of the oldest weights that may start it."""
+        return Version(self.lineage, self.min_step).pack()
 
 
 @dataclass(slots=True)
@@ -251,3 +258,5 @@ class Shard:
     """Of `total_tokens`, those that no rank has to look at: of dead groups, whose advantages are all 0."""
     ordinals: list[int] = field(default_factory=list)
     """Of the groups of the whole batch, in order of `rewards_PG`."""
+    lineage: int = 0
+    """Of the trainer that trains it, see `Version`."""

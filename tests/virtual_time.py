@@ -7,18 +7,32 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from monarch_rl.ledger import Ledger
 from monarch_rl.lives import Lost
-from monarch_rl.types import Lease, Version
+from monarch_rl.types import Episode, Group, Lease, Prompt, Version
+from monarch_rl.uncovered import Uncovered, nbytes
 
 FAULTS: list[dict[str, float]] = [
     {},
     {"dead": 0.3},
     {"fail": 0.1, "silent": 0.05, "drop": 0.05, "dead": 0.1, "die": 0.05},
 ]
+
+
+ONE = np.zeros(1, np.int32)
+EPISODE = Episode(ONE, ONE > 0, ONE.astype(np.float32), ONE.astype(np.int64))
+
+
+def group(ordinal: int) -> Group:
+    return Group(Prompt(ordinal, ""), [EPISODE])
+
+
+GROUP_BYTES = nbytes(group(0))
 
 
 def check_account(ledger: Ledger) -> None:
@@ -37,6 +51,8 @@ class Saved:
     fate: dict[int, str]
     start_step: dict[int, int]
     overtaken: Counter[int]
+    groups: dict[int, Group]
+    lineage: int
 
 
 @dataclass
@@ -58,6 +74,10 @@ class World:
     """Times that everything is killed, to go on from the last checkpoint."""
     save_every: int = 1
     """Steps between checkpoints."""
+    trainer_restarts: int = 0
+    """Times that the trainer alone is killed, to go on from the last checkpoint."""
+    most_kept: float = float("inf")
+    """Groups that are kept for it."""
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
@@ -69,14 +89,17 @@ class World:
         self.count = 0
         self.held = [0] * self.replicas
         self.gate: list[Lease] = []  # leases that no replica may start yet
-        self.start_step: dict[int, int] = {}  # ordinal → step of the weights of the attempt that scored
+        self.start_step: dict[int, int] = {}  # ordinal → step (packed version) of the weights of the attempt that scored
         self.durations: dict[int, float] = {}  # of that attempt
         self.fate: dict[int, str] = {}
         self.ages: list[int] = []
         self.overtaken: Counter[int] = Counter()
         self.batches: list[list[int]] = []
         self.armed = -1.0  # the deadline that `expire` waits for
-        self.saving = self.restarts > 0
+        self.saving = self.restarts > 0 or self.trainer_restarts > 0
+        self.lineage = 0
+        self.groups: dict[int, Group] = {}  # scored or taken
+        self.uncovered = Uncovered(self.most_kept * GROUP_BYTES)
         self.save()
 
     def after(self, delay: float, what: Callable[..., None], *args: Any) -> None:
@@ -91,13 +114,15 @@ class World:
             what(*args)
             if self.restarts and self.random.random() < 0.02:
                 self.restart()
+            if self.trainer_restarts and self.random.random() < 0.02:
+                self.lose_trainer()
             self.settle()
         return self
 
     def settle(self) -> None:
         self.take()
         while (lease := self.lease()) is not None:
-            self.gate.append(lease)
+            self.gate.append(replace(lease, lineage=self.lineage))
         self.take()  # the last prompts of the data may have been left out
         self.start()
         deadline = self.ledger.next_deadline()
@@ -119,7 +144,7 @@ class World:
         """Each replica starts only what its weights allow."""
         waiting = []
         for lease in self.gate:
-            able = [held for held in self.held if held >= lease.min_step]
+            able = [held for held in self.held if held >= lease.min_version]
             if able:
                 self.attempt(lease, self.random.choice(able))
             else:
@@ -139,9 +164,11 @@ class World:
 
     def end(self, kind: str, lease: Lease, held: int) -> None:
         o, attempt = lease.ordinal, lease.attempt
+        if lease.lineage < self.lineage and kind != "die":
+            return
         if kind == "scored":
             if self.ledger.scored(o, attempt, True, Version(0, held).pack(), Version(0, held).pack()):
-                self.start_step[o] = held
+                self.start_step[o], self.groups[o] = held, group(o)
         elif kind == "dead":
             if self.ledger.scored(o, attempt, trainable=False):
                 self.finish(o, "dead")
@@ -181,30 +208,39 @@ class World:
         assert batch == sorted(batch)
         for ordinal in batch:
             self.finish(ordinal, "trained")
-            self.ages.append(self.step - self.start_step[ordinal])
+            start = Version.unpack(self.start_step[ordinal])
+            self.ages.append(max(self.step - start.step, int(start.lineage < self.lineage)))
         for ordinal in set(range(max(batch))) - self.fate.keys():  # older and still here
             self.overtaken[ordinal] += sum(o > ordinal for o in batch)
         self.batches.append(batch)
         self.training = True
-        self.after(self.random.uniform(0.2, 2), self.train)
+        self.after(self.random.uniform(0.2, 2), self.train, self.lineage)
 
-    def train(self) -> None:
+    def train(self, lineage: int) -> None:
+        if lineage < self.lineage:
+            return
         self.step += 1
         self.training = False
+        batch = self.batches[-1]
+        self.uncovered.add(self.step, [self.groups.pop(o) for o in batch], map(self.ledger.age_bound, batch))
         self.ledger.trained(self.step)
         check_account(self.ledger)
         if self.saving and self.step % self.save_every == 0:
             self.save()
         for replica in range(self.replicas):  # one of them is slow to pull
-            self.after(self.random.expovariate(0.05 if replica == 0 else 1.0), self.pull, replica, self.step)
+            self.after(self.random.expovariate(0.05 if replica == 0 else 1.0), self.pull, replica, self.version())
 
-    def pull(self, replica: int, step: int) -> None:
-        self.held[replica] = max(self.held[replica], step)
+    def version(self) -> int:
+        return Version(self.lineage, self.step).pack()
+
+    def pull(self, replica: int, version: int) -> None:
+        self.held[replica] = max(self.held[replica], version)
 
     def save(self) -> None:
         state = self.ledger.state_dict()
         columns = state.pop("columns")
-        copies = dict(self.fate), dict(self.start_step), Counter(self.overtaken)
+        copies = dict(self.fate), dict(self.start_step), Counter(self.overtaken), dict(self.groups), self.lineage
+        self.uncovered.covered(self.step)
         self.saved = Saved(json.loads(json.dumps(state)) | {"columns": columns}, self.step, *copies)
 
     def restart(self) -> None:
@@ -216,8 +252,28 @@ class World:
         self.step, self.training = self.saved.step, False
         self.fate, self.start_step = dict(self.saved.fate), dict(self.saved.start_step)
         self.overtaken = Counter(self.saved.overtaken)
+        self.groups, self.lineage = dict(self.saved.groups), self.saved.lineage
+        self.uncovered = Uncovered(self.most_kept * GROUP_BYTES)
         del self.batches[self.step :]
         self.events, self.gate, self.armed = [], [], -1.0
         self.held = [-1] * self.replicas
         for replica in range(self.replicas):
-            self.after(self.random.expovariate(1.0), self.pull, replica, self.step)
+            self.after(self.random.expovariate(1.0), self.pull, replica, self.version())
+
+    def lose_trainer(self) -> None:
+        """It goes on from the last checkpoint; generators, and the claims that they work on, know nothing of it."""
+        self.trainer_restarts -= 1
+        self.lineage += 1
+        keep_groups = self.ledger.max_age > 0
+        again = self.uncovered.go_back(self.ledger.state_dict(), self.saved.step, self.groups.values(), keep_groups)
+        self.ledger.load_state_dict(again.ledger, keep_groups)
+        check_account(self.ledger)
+        self.groups = again.groups
+        self.step, self.training, self.over = self.saved.step, False, False
+        for ordinal in (ordinal for batch in self.batches[self.step :] for ordinal in batch):
+            del self.fate[ordinal]
+        del self.batches[self.step :]
+        self.overtaken = Counter(self.saved.overtaken)
+        self.gate = []
+        for replica in range(self.replicas):
+            self.after(self.random.expovariate(1.0), self.pull, replica, self.version())

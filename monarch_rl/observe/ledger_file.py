@@ -35,6 +35,12 @@ class LedgerFile:
             self._file.write(json.dumps({"checkpoint": step}) + "\n")
             self._file.flush()
 
+    def back(self, step: int) -> None:
+        """The trainers go on from step `step`: later ones are undone, and checkpoints of them were never completed."""
+        with on_disk(self._path):
+            self._file.write(json.dumps({"back": step}) + "\n")
+            self._file.flush()
+
     def flush(self) -> None:
         with on_disk(self._path):
             self._file.flush()
@@ -67,5 +73,10 @@ def _packed(text: str) -> int:
 
 def _up_to(path: Path, step: int) -> list[str]:
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    mark = json.dumps({"checkpoint": step}) + "\n"
-    return lines[: lines.index(mark) + 1] if mark in lines else []  # a later one of the same step is of a checkpoint that was there already
+    marks: dict[int, int] = {}
+    for at, line in enumerate(lines):
+        if line.startswith('{"checkpoint"'):
+            marks.setdefault(json.loads(line)["checkpoint"], at)  # a later one of the same step is of a checkpoint that was there already
+        elif line.startswith('{"back"'):
+            marks = {done: mark for done, mark in marks.items() if done <= json.loads(line)["back"]}
+    return lines[: marks[step] + 1] if step in marks else []

@@ -63,6 +63,8 @@ class LiveConsole:
 
     def row(self, row: Mapping[str, Any]) -> None:
         view = self._view
+        if (undone := view.step - row["step"] + 1) > 0:  # the trainers have restarted from a checkpoint
+            del view.walls_s[-undone:], view.rewards[-undone:]
         view.walls_s.append(row["wall_s"])
         if "reward/mean" in row:
             view.rewards.append(row["reward/mean"])
@@ -135,7 +137,7 @@ class Meter:
         while len(self._past) > 2 and now - self._past[1][0] >= LATELY_S:
             self._past.popleft()
         then, tokens, idle_s = self._past[0]
-        lag = step - report.step if report.step >= 0 else None
+        lag = max(0, step - report.step) if report.step >= 0 else None
         if now == then:
             return Replica(report.step, lag, None, None)
         # A generator reports when it has finished something: without any change there is nothing to say about its idling.

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from monarch_rl.disk import on_disk
-from monarch_rl.observe.rollouts import reopen
+from monarch_rl.observe.rollouts import cut, reopen
+from monarch_rl.types import Version
 
 
 @dataclass(slots=True)
@@ -41,8 +42,14 @@ class GeneratorReport:
     """of the last pull"""
     deltas: int = 0
     """pulls that moved only what had changed (`weights.encoding`)"""
+    lineage: int = 0
+    """of the weights it holds"""
     ended: bool = False
     """it has left, or was lost"""
+
+    def behind(self, trainer: Version) -> int:
+        """Optimizer steps; at least 1 where the trainer has restarted from a checkpoint since."""
+        return max(trainer.step - self.step, int(self.lineage < trainer.lineage))
 
 
 class GeneratorFigures:
@@ -52,8 +59,8 @@ class GeneratorFigures:
         self._tokens = self._idle_s = 0.0
         self._at = time.monotonic()
 
-    def row(self, step: int, reports: Iterable[GeneratorReport]) -> dict[str, float]:
-        """Figures since the last call; `step` is the trainer's."""
+    def row(self, version: Version, reports: Iterable[GeneratorReport]) -> dict[str, float]:
+        """Figures since the last call; `version` is the trainer's."""
         reports, now = list(reports), time.monotonic()
         tokens, idle_s = float(sum(r.tokens for r in reports)), sum(r.idle_s for r in reports)
         elapsed, generated, idle = now - self._at, tokens - self._tokens, idle_s - self._idle_s
@@ -61,7 +68,7 @@ class GeneratorFigures:
         if not reports:
             return {}
         live = [r for r in reports if not r.ended] or reports
-        lags = [step - r.step for r in live]
+        lags = [r.behind(version) for r in live]
         return {
             "lag/mean": sum(lags) / len(lags),
             "lag/max": float(max(lags)),
@@ -108,6 +115,10 @@ class MetricsFile:
         self._file.seek(self._last)
         self._file.truncate()
         self.write(row)
+
+    def cut(self, after: int) -> None:
+        """Later steps are undone; row 0 stays."""
+        self._file = cut(self._file, self._path, after)
 
     def close(self) -> None:
         with on_disk(self._path):

@@ -86,7 +86,7 @@ def _page(output_dir: Path) -> str:
 <div class="charts">{"".join(_chart(title, keys, rows) for title, keys in CHARTS)}</div>
 {_lanes(output_dir / "timeline.json")}
 {_trouble(output_dir, rows, groups)}
-{_ages(groups)}
+{_ages(rows, groups)}
 {_rollouts(groups)}
 {_configuration(output_dir / "config.yaml")}</body></html>
 """
@@ -181,19 +181,21 @@ def _trouble(output_dir: Path, rows: Sequence[Row], groups: Sequence[Row]) -> st
     return f"<h2>Failures and drops</h2>{_table(facts) if facts else '<p>None.</p>'}{story}"
 
 
-def _ages(groups: Sequence[Row]) -> str:
-    """Episodes by the age of their oldest token: steps done when they were trained minus the step of the weights."""
-    ages = Counter(
-        group["step"] - 1 - int(episode["versions"][0].rpartition(".")[2])
-        for group in groups
-        for episode in group["episodes"]
-        if episode["versions"]
-    )
+def _ages(rows: Sequence[Row], groups: Sequence[Row]) -> str:
+    """Episodes by the age of their oldest token: steps done when they were trained minus the step of the weights, or 1 where these are of
+    an older lineage and that is more."""
+    lineages = {row["step"]: int(str(row.get("version", "0")).split(".")[0]) for row in rows}
+
+    def age(step: int, version: str) -> int:
+        lineage, of = map(int, version.split("."))
+        return max(int(lineage < lineages.get(step, 0)), step - 1 - of)
+
+    ages = Counter(age(group["step"], episode["versions"][0]) for group in groups for episode in group["episodes"] if episode["versions"])
     if not ages:
         return ""
     shares = [(f"{age} steps", n / ages.total()) for age, n in sorted(ages.items())]
-    rows = [(name, f'<meter value="{share:.3f}"></meter>', f"{share:.0%}") for name, share in shares]
-    return f"<h2>Age of the oldest token, of {ages.total()} trained episodes</h2>{_table(rows)}"
+    listed = [(name, f'<meter value="{share:.3f}"></meter>', f"{share:.0%}") for name, share in shares]
+    return f"<h2>Age of the oldest token, of {ages.total()} trained episodes</h2>{_table(listed)}"
 
 
 def _rollouts(groups: Sequence[Row]) -> str:

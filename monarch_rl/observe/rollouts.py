@@ -27,18 +27,31 @@ class RolloutsFile:
                 self._file.write(json.dumps(row, default=str, ensure_ascii=False) + "\n")
             self._file.flush()
 
+    def cut(self, after: int) -> None:
+        """Later steps are undone."""
+        self._file = cut(self._file, self._path, after)
+
     def close(self) -> None:
         self._file.close()
 
 
 def reopen(path: Path, after: int) -> TextIO:
-    """A file of JSON lines with a `step` each, to be appended to; lines of later steps, and one that is not whole, are cut off."""
-    kept: list[str] = []
-    if after and path.exists():
-        with path.open(encoding="utf-8") as earlier:  # line by line: `splitlines` would also split at what a model may sample
-            kept = [line for line in earlier if line.endswith("\n") and json.loads(line)["step"] <= after]
-    write_whole(path, "".join(kept))
+    """A file of JSON lines with a `step` each, to be appended to; of an earlier run the steps up to `after` are kept, and none for 0."""
+    write_whole(path, _up_to(path, after) if after and path.exists() else "")
     return path.open("a", encoding="utf-8")
+
+
+def cut(file: TextIO, path: Path, after: int) -> TextIO:
+    """The same file without the lines of later steps."""
+    file.close()
+    write_whole(path, _up_to(path, after))
+    return path.open("a", encoding="utf-8")
+
+
+def _up_to(path: Path, step: int) -> str:
+    """Without a line that is not whole."""
+    with path.open(encoding="utf-8") as file:  # line by line: `splitlines` would also split at what a model may sample
+        return "".join(line for line in file if line.endswith("\n") and json.loads(line)["step"] <= step)
 
 
 def _episode(episode: Episode) -> dict[str, object]:

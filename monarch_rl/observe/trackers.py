@@ -53,8 +53,13 @@ class Tensorboard:
     def start(self, run: Run) -> None:
         self._folder = run.folder / "tensorboard"
         self._writer: Any = None
+        self._last = -1
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step < self._last:  # the trainers have restarted from a checkpoint
+            self._writer.close()
+            self._writer = None
+        self._last = step
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -7,7 +7,7 @@ the checksums beside it let a reader prove that what it read is one whole versio
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -139,11 +139,23 @@ class Ring:
         plans: of the ranks of a generator; each reads a region of its own.
     """
 
-    def __init__(self, plans: Sequence[LoadPlan], *, rank: int, world: int, slots: int, board: Board, deltas: bool = False) -> None:
+    def __init__(
+        self,
+        plans: Sequence[LoadPlan],
+        *,
+        rank: int,
+        world: int,
+        slots: int,
+        board: Board,
+        deltas: bool = False,
+        failed: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """`failed` is called by the side thread when it can seal nothing any more."""
         self._board = board
         self._cuda = torch.cuda.is_available()
         self._shares = [_Share(plan, rank, world, slots, pinned=self._cuda, deltas=deltas) for plan in plans]
         self._stream = torch.cuda.Stream() if self._cuda else None
+        self._failed = failed
         self._published = 0
         self._slot = -1
         self._lock = threading.Lock()
@@ -215,11 +227,16 @@ class Ring:
             share.stage(shards, slot)
 
     def _seal_forever(self) -> None:
-        while (staged := self._staged.get()) is not None:
-            number, slot, version, copied = staged
-            if copied is not None:
-                copied.synchronize()
-            self._seal(number, slot, version)
+        try:
+            while (staged := self._staged.get()) is not None:
+                number, slot, version, copied = staged
+                if copied is not None:
+                    copied.synchronize()
+                self._seal(number, slot, version)
+        except BaseException as error:
+            if self._failed is None:
+                raise
+            self._failed(error)
 
     def _seal(self, number: int, slot: int, version: Version) -> None:
         if self._owners[slot] != number:  # the trainer has begun to write over it

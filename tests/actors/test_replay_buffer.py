@@ -22,6 +22,7 @@ from monarch_rl.config import Config
 from monarch_rl.ledger import AgeError
 from monarch_rl.lives import STATES, Life, Progress
 from monarch_rl.observe import ledger_file
+from monarch_rl.recorded import read
 from monarch_rl.types import NOT_SAMPLED, Episode, Group, Lease, Prompt, Shard, Version
 from tests.actors.buffer_actors import Bystander
 
@@ -79,11 +80,13 @@ async def make(processes: Any, tmp_path: Path) -> AsyncIterator[Make]:
         record: bool = False,
         found: Path | None = None,
         keep_groups: bool = True,
+        every: int = 0,
         **buffer: Any,
     ) -> Any:
         task = f"{tmp_path / 'count.py'}:{task}"
         config = Config(steps=steps, epochs=epochs, output_dir=str(tmp_path), task=task, task_args=task_args or {}, record=record)
         config.buffer.prompts_per_step, config.buffer.max_age = 2, 1
+        config.checkpoint.every = every
         for key, value in buffer.items():
             setattr(config.buffer, key, value)
         config.trainer.ranks, config.rollout.deadline_s, config.rollout.max_attempts = ranks, deadline_s, attempts
@@ -539,3 +542,34 @@ async def test_what_is_recorded_is_what_was_trained(make: Make, processes: Any, 
     replayed: dict[str, float] = await soon(replay.stats.call_one(1))
     assert replayed == {key: stats[key] for key in replayed}
     assert await soon(replay.take.call_one(2, 0)) is None
+
+
+async def test_the_trainers_go_back(make: Make, tmp_path: Path) -> None:
+    """Batches since the checkpoint are given again; what is asked or answered in the name of the lost ones changes nothing."""
+    buffer = make(every=2, record=True)
+    for step in (1, 2, 3):
+        await put(buffer, await claim(buffer, 4 if step == 1 else 2), step=step - 1)
+        await soon(buffer.take.call_one(step, 0))
+        await soon(buffer.trained.call_one(step))
+        if step == 1:
+            assert await soon(buffer.snapshot.call_one(1)) == Progress(1, 2, {})
+            await soon(buffer.covered.call_one(1))
+    (late, prompt), (other, _) = await claim(buffer, 2)
+    assert (await soon(buffer.take.call_one(4, 0))).ordinals == [6, 7]
+    assert (await soon(buffer.stats.call_one(3)))["buffer/uncovered_mb"] > 0
+
+    await soon(buffer.go_back.call_one(1, 1))
+    assert await soon(buffer.put.call_one(late, group(prompt, step=3))) is False
+    await soon(buffer.fail.call_one(other, "its generator is gone"))
+    await soon(buffer.trained.call_one(3))
+    await parked(buffer.take.call_one(2, 0).as_asyncio())
+    shards = [await soon(buffer.take.call_one(step, 0, 1)) for step in (2, 3, 4)]
+    assert [(shard.ordinals, shard.lineage) for shard in shards] == [([2, 3], 1), ([4, 5], 1), ([6, 7], 1)]
+    assert [(await soon(buffer.stats.call_one(step)))["age/max"] for step in (2, 3)] == [1, 1]
+    again = [lease for lease, _ in await claim(buffer, 2)]
+    assert again == [Lease(late.ordinal, late.attempt, late.min_step, 1), Lease(other.ordinal, other.attempt, other.min_step, 1)]
+    assert again[0].min_version == Version(1, late.min_step).pack()
+    await soon(buffer.close.call_one())
+    rows = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["ordinal"]) for row in rows] == [(1, 0), (1, 1), (2, 2), (2, 3), (3, 4), (3, 5), (4, 6), (4, 7)]
+    assert [trained.lineage for step in (1, 2, 3) if (trained := read(tmp_path, step)) is not None] == [0, 1, 1]

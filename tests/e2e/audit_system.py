@@ -78,12 +78,12 @@ class Audit:
         self.groups |= {group.ordinal: group for group in await self._session._buffer.samples.call_one(16)}
 
     async def keep_weights(self, step: int) -> None:
-        await self._session._trainers.save.call(self.weights / str(step))
+        await self._session._trainers.ranks.save.call(self.weights / str(step))
 
     async def trainer_fingerprints(self) -> dict[str, int]:
         """The same on all ranks."""
         plans = self._session._replicas.plans
-        ranks = list((await self._session._trainers.fingerprints.call(plans)).values())
+        ranks = list((await self._session._trainers.ranks.fingerprints.call(plans)).values())
         assert all(rank == ranks[0] for rank in ranks)
         return by_rank(ranks[0])
 

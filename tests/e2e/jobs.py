@@ -69,8 +69,8 @@ class Job:
     def until_process(self, role: str) -> None:
         self._until(lambda: role in self.roles(), f"process {role}")
 
-    def until_said(self, text: str) -> None:
-        self._until(lambda: text in self.out, repr(text))
+    def until_said(self, text: str, times: int = 1) -> None:
+        self._until(lambda: self.out.count(text) >= times, repr(text))
 
     def _until(self, reached: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + START_S

@@ -10,7 +10,8 @@ from random import Random
 
 import pytest
 
-from tests.e2e.jobs import SMALL, Job, started
+from monarch_rl.observe.ledger_file import lives
+from tests.e2e.jobs import SMALL, Job, finished, started
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -21,16 +22,16 @@ KILLED = r"(was killed by signal 9 \(SIGKILL\)|is gone: its process does not ans
 """On a busy host Monarch may find the second before the first."""
 
 
-def check(job: Job) -> None:
+def check(job: Job, steps: int = STEPS) -> None:
     assert job.wait() == 0, job.out + job.err
     assert job.gone_within(GONE_S) == []
     assert job.err == ""
-    assert [row["step"] for row in job.rows] == list(range(STEPS + 1))
+    assert [row["step"] for row in job.rows] == list(range(steps + 1))
     assert max(row["age/max"] for row in job.rows[1:]) <= 2
     trained = [json.loads(line)["ordinal"] for line in (job.output_dir / "rollouts.jsonl").read_text().splitlines()]
-    assert len(trained) == len(set(trained)) == STEPS * PROMPTS
+    assert len(trained) == len(set(trained)) == steps * PROMPTS
     assert trained == sorted(trained)
-    assert max(trained) < STEPS * PROMPTS + job.rows[-1]["buffer/dropped"], "a prompt is neither trained nor reported as dropped"
+    assert max(trained) < steps * PROMPTS + job.rows[-1]["buffer/dropped"], "a prompt is neither trained nor reported as dropped"
 
 
 def test_the_only_generator_is_killed(tmp_path: Path) -> None:
@@ -120,3 +121,96 @@ def test_it_learns_though_a_generator_is_killed_every_fifteen_steps(tmp_path: Pa
     first, last, undisturbed = job.rows[0]["eval/accuracy"], job.rows[-1]["eval/accuracy"], calm.rows[-1]["eval/accuracy"]
     assert last - first > 0.3
     assert abs(last - undisturbed) < 0.15
+
+
+FEW = 16
+TRAINER = [*DRILL, f"steps={FEW}", "checkpoint.every=2", "weights.verify=every"]
+
+
+def check_restarts(job: Job, losses: int) -> None:
+    """Each step and prompt once in what is left; the last weights are those of the last lineage, and the generators hold them."""
+    check(job, FEW)
+    back = [int(step) for step in re.findall(r"the trainers start again at step (\d+), from ", job.out)]
+    assert len(back) == losses
+    assert all(step % 2 == 0 for step in back), "from a checkpoint"
+    versions = [row["version"] for row in job.rows]
+    assert versions == [f"{sum(step > start for start in back)}.{step}" for step in range(FEW + 1)]
+    assert job.rows[-1]["eval/version"] == versions[-1]
+    ended = lives(job.output_dir / "ledger.jsonl").values()
+    assert sum(life.state == "trained" for life in ended) == FEW * PROMPTS
+    assert sum(life.state == "dropped" for life in ended) == job.rows[-1]["buffer/dropped"]
+    ages = [row["age/max"] for row in job.rows[1:]]
+    assert all(age >= 1 for age, step in zip(ages, range(1, FEW + 1), strict=True) if step - 1 in back), "tokens of an older lineage"
+
+
+def test_the_trainer_is_killed(tmp_path: Path) -> None:
+    """It goes on from its last checkpoint by itself, with the groups that it had trained since."""
+    with started(tmp_path, *TRAINER) as job:
+        job.until_row(3)
+        job.kill("trainer 0")
+        check_restarts(job, 1)
+
+
+@pytest.mark.slow
+def test_a_trainer_rank_is_killed_again_and_again(tmp_path: Path) -> None:
+    """One of two, which takes the other with it. A third time is one too many."""
+    with started(tmp_path, *TRAINER, "trainer.ranks=2", "trainer.max_restarts=2") as job:
+        for lineage in range(3):
+            job.until_row(3)
+            job.until_process("trainer 1")
+            job.kill("trainer 1")
+            if lineage < 2:
+                job.until_said("the trainers start again", times=lineage + 1)
+        assert job.wait() == 1
+        assert job.gone_within(GONE_S) == []
+        assert "(trainer.max_restarts=2 were used up)" in job.err
+
+
+@pytest.mark.slow
+def test_a_trainer_that_stands_still_is_started_again(tmp_path: Path) -> None:
+    with started(tmp_path, *TRAINER, "trainer.ranks=2", "trainer.hang_s=20") as job:
+        job.until_row(3)
+        job.roles()["trainer 0"].suspend()
+        job.until_said("trainer answered nothing for 20 s; the trainers start again at step ")
+        check_restarts(job, 1)
+
+
+@pytest.mark.slow
+def test_a_synchronous_run_loses_its_trainer(tmp_path: Path) -> None:
+    """Its prompts since the checkpoint are sampled again, by the weights of the checkpoint: no token is older than its step."""
+    with started(tmp_path, *TRAINER, "buffer.max_age=0") as job:
+        job.until_row(3)
+        job.kill("trainer 0")
+        assert job.wait() == 0, job.out + job.err
+    assert [row["step"] for row in job.rows] == list(range(FEW + 1))
+    assert {row["age/max"] for row in job.rows[1:]} == {0}
+    assert job.rows[-1]["version"] == f"1.{FEW}"
+
+
+@pytest.mark.slow
+def test_a_recorded_run_that_lost_its_trainer_is_replayed(tmp_path: Path) -> None:
+    """Also the steps that were trained again, on tokens of an older lineage: bit for bit."""
+    with started(tmp_path, *TRAINER, "trainer.lr=1e-3", "record=true") as job:
+        job.until_row(3)
+        job.kill("trainer 0")
+        check_restarts(job, 1)
+    replay = finished(tmp_path, *DRILL, f"steps={FEW}", "trainer.lr=1e-3", f"replay={job.output_dir}", name="replay")
+    assert replay.process.returncode == 0, replay.err
+    model = Path("model/model.safetensors")
+    assert (replay.output_dir / model).read_bytes() == (job.output_dir / model).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_after_its_trainer_goes_on(tmp_path: Path) -> None:
+    """The checkpoint knows the lineage of the tokens that it holds."""
+    with started(tmp_path, *TRAINER) as job:
+        job.until_row(3)
+        job.kill("trainer 0")
+        job.until_row(FEW - 4)
+        job.process.kill()
+        job.process.wait()
+    with started(tmp_path, *TRAINER, "resume=latest") as again:
+        assert again.wait() == 0, again.err
+    assert [row["step"] for row in again.rows] == list(range(FEW + 1))
+    assert again.rows[-1]["version"] == f"1.{FEW}"
+    assert max(row["age/max"] for row in again.rows[1:]) <= 2

@@ -52,11 +52,9 @@ def test_temperatures_are_not_rounded_in_bfloat16(mesh: DeviceMesh) -> None:
     assert seen[0].tolist() == torch.full((3,), 0.7).tolist()
 
 
-def learner(mesh: DeviceMesh, model: PreTrainedModel | None = None, bf16: bool = False, lineage: int = 0, **config: Any) -> Learner:
+def learner(mesh: DeviceMesh, model: PreTrainedModel | None = None, bf16: bool = False, **config: Any) -> Learner:
     settings = TrainerConfig(**{"max_grad_norm": 0.0, "warmup_steps": 0, **config})
-    return Learner(
-        model or small_model(), settings, total_steps=10, device_mesh=mesh, bf16=bf16, lineage=lineage, length_budget=LENGTH_BUDGET
-    )
+    return Learner(model or small_model(), settings, total_steps=10, device_mesh=mesh, bf16=bf16, length_budget=LENGTH_BUDGET)
 
 
 def gradients(learner: Learner) -> dict[str, torch.Tensor]:
@@ -292,7 +290,9 @@ def test_groups_with_equal_rewards_teach_where_the_batch_is_the_baseline(mesh: D
 
 
 def test_tokens_of_an_older_lineage_are_never_fresh(mesh: DeviceMesh, groups: list[list[Episode]]) -> None:
-    metrics = learner(mesh, lineage=1).step(shards(groups, step=STEP)[0])
+    (shard,) = shards(groups, step=STEP)
+    shard.lineage = 1
+    metrics = learner(mesh).step(shard)
     assert (metrics["age/max"], metrics["age/mean"]) == (1, 1)  # by their steps, some would be 0
     assert "mismatch/kl" not in metrics
 

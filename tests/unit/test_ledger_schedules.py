@@ -57,8 +57,8 @@ class Changing(World):
         super().take()
         self.bounds |= {ordinal: self.ledger.age_bound(ordinal) for batch in self.batches[taken:] for ordinal in batch}
 
-    def train(self) -> None:
-        super().train()
+    def train(self, lineage: int) -> None:
+        super().train(lineage)
         if self.step % 5 == 0:
             self.ledger.set_max_age((1, 4, 2)[self.step // 5 % 3])
 
@@ -110,6 +110,7 @@ def schedule(seed: int) -> None:
 
     restarts, save_every = draw.choice([0, 0, 1, 3]), draw.randint(1, 3)
     shape = {"replicas": draw.randint(1, 3), "restarts": restarts, "save_every": save_every, "chance": draw.choice(FAULTS)}
+    shape |= {"trainer_restarts": draw.choice([0, 0, 1, 3]), "most_kept": draw.choice([math.inf, math.inf, 2 * P, 0])}
     world = World(make, steps, seed, skipped=draw.choice([0.0, 0.2, 0.7]), **shape).run()
     ledger = world.ledger
     assert all(0 <= age <= S for age in world.ages)

@@ -18,10 +18,10 @@ from tests.unit.test_resume import Rows
 
 def test_steps_are_read_as_they_were_written(tmp_path: Path) -> None:
     for step in (1, 2, 10):
-        recorded.write(tmp_path, step, groups()[: 1 + step % 2])
+        recorded.write(tmp_path, step, groups()[: 1 + step % 2], lineage=step)
     found = recorded.read(tmp_path, 1)
     assert found is not None
-    assert [group.ordinal for group in found] == [4, 5]
+    assert ([group.ordinal for group in found.groups], found.lineage) == ([4, 5], 1)
     assert recorded.read(tmp_path, 3) is None
     with pytest.raises(UserError, match=r"replay=.*: record/step_3\.npz is missing"):
         recorded.check(tmp_path)

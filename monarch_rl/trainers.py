@@ -1,0 +1,155 @@
+"""The trainer ranks of a session and their publishers: started, watched, and where one is lost all started again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from monarch_rl.config import Config, can_restart
+from monarch_rl.meshes import DEATH_NOTICE_S, START_DEADLINE_S, ActorDied, Meshes
+from monarch_rl.replicas import Source
+from monarch_rl.supervise import answer
+
+if TYPE_CHECKING:
+    from actors.replay_buffer import ReplayBuffer
+    from monarch_rl.weights.plan import LoadPlan
+
+MESH = "trainer"
+LOOKS = 4
+"""So many in a row must find a rank without an answer before it is taken for lost."""
+REASON_S = 5.0
+"""Longest for Monarch to tell why a process is gone, when it knows that it is."""
+BACK_OFF_S = 1.0
+"""Before the second restart; twice as long before each further one."""
+MOST_BACK_OFF_S = 60.0
+
+
+class Trainers:
+    """One mesh at a time. Collectives bind its ranks together, so that the loss of one is the loss of all."""
+
+    def __init__(self, config: Config, meshes: Meshes, buffer: ReplayBuffer, lineage: int) -> None:
+        self._config, self._meshes, self._buffer = config, meshes, buffer
+        self._may_restart = can_restart(config)  # the buffer keeps what that takes from its start
+        self._steps = config.steps  # that the learning rate goes by, also where the data end before
+        self._restarts = 0
+        self._lost: asyncio.Future[str] | None = None
+        self._down = False
+        self.lineage = lineage
+        """Of the versions that they make."""
+        self.renewed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when they have been restarted; then another takes its place."""
+        self._spawn()
+
+    def _spawn(self) -> None:
+        from actors.publisher import Publisher
+        from actors.trainer import Trainer
+
+        mesh = self._meshes[MESH]
+        config = replace(self._config, steps=self._steps)
+        self.ranks: Any = mesh.spawn("trainer", Trainer, config, self._buffer, self.lineage)
+        self.publishers: Any = mesh.spawn("publisher", Publisher)
+
+    async def load(self, found: Path | None) -> None:
+        """Join the process group, load the model, and go on from a checkpoint where there is one."""
+        from monarch.spmd import setup_torch_elastic_env_async
+
+        await self._meshes.alive("trainer processes", setup_torch_elastic_env_async(self._meshes[MESH]))
+        await self._meshes.alive("trainers (model load)", self.ranks.setup.call().as_asyncio())
+        if found is not None:
+            await self._meshes.alive("trainers (checkpoint)", self.ranks.restore.call(found).as_asyncio())
+
+    async def open_rings(self, plans: list[LoadPlan]) -> Source:
+        """Have them lay out what they publish as the ranks of a generator want it."""
+        rings = await answer(self.ranks.open_ring.call(plans), "trainers (staging slots)", START_DEADLINE_S)
+        return Source(self.publishers, list(rings.values()), [plan.digest for plan in plans], await self._base(plans[0]))
+
+    async def _base(self, plan: LoadPlan) -> dict[str, int]:
+        """Fingerprints of what generators have read from the model's directory, for them to compare."""
+        if plan.base is None or self._config.weights.verify == "off":
+            return {}
+        ranks = await answer(self.ranks.fingerprints.call([plan.base]), "trainers (base model)", START_DEADLINE_S)
+        return dict(next(iter(ranks.values()))[0])
+
+    # --- restarting -------------------------------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        """From now on `lost` hears of what becomes of them."""
+        self._lost = self._meshes.heed(MESH)
+
+    async def lost(self) -> str:
+        """Waits until one is, and says why: its process has died, or has not answered for `trainer.hang_s`."""
+        assert self._lost is not None
+        stuck = asyncio.ensure_future(self._until_stuck())
+        try:
+            await asyncio.wait({self._lost, stuck}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stuck.cancel()
+        if not self._lost.done():
+            self._lost.set_result(stuck.result())
+        self._down = True
+        return self._lost.result()
+
+    def check(self) -> None:
+        """Raises ActorDied: they are lost, as far as is known, and not started again yet."""
+        if self._down or (self._lost is not None and self._lost.done()):
+            raise ActorDied("the trainers are lost")
+
+    async def are_lost(self, error: Exception) -> bool:
+        """Whether one is, as `error` suggests that they were asked with; waits for the news of what has just happened."""
+        from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
+
+        if self._lost is None:
+            return False
+        if self._down:
+            return True
+        gone = isinstance(error, SupervisionError)
+        await asyncio.wait({self._lost}, timeout=REASON_S if gone else DEATH_NOTICE_S)
+        if gone and not self._lost.done():
+            self._lost.set_result("trainer is gone")
+        return self._lost.done()
+
+    async def renew(self, why: str) -> None:
+        """End all ranks, whatever state they are in, and start the processes of others, of the next lineage.
+
+        Raises:
+            ActorDied: they may not be restarted (again).
+        """
+        most = self._config.trainer.max_restarts
+        if not self._may_restart:
+            hint = "" if most == 0 or self._config.replay else "; with checkpoint.every=N it would start again from the last checkpoint"
+            raise ActorDied(f"{why}{hint}")
+        if self._restarts == most:
+            raise ActorDied(f"{why} (trainer.max_restarts={most} were used up)")
+        if self._restarts:
+            await asyncio.sleep(min(MOST_BACK_OFF_S, BACK_OFF_S * 2 ** (self._restarts - 1)))
+        self._restarts += 1
+        self.lineage += 1
+        await self._meshes.renew(MESH)
+        self.watch()
+        self._spawn()
+
+    def are_renewed(self) -> None:
+        """They go on from where they were told, and are watched."""
+        self.watch()
+        self._down = False
+        renewed, self.renewed = self.renewed, asyncio.get_running_loop().create_future()
+        renewed.set_result(None)
+
+    async def _until_stuck(self) -> str:
+        """Says so when the processes have answered nothing for `trainer.hang_s`: a rank itself is busy for as long as a step takes.
+
+        Looks are counted, not seconds: the controller may have been stopped itself, as a notebook's kernel is by a long cell.
+        """
+        hang_s = self._config.trainer.hang_s
+        unanswered = 0
+        while unanswered < LOOKS:
+            pause = asyncio.create_task(asyncio.sleep(hang_s / LOOKS))
+            unanswered += 1
+            with contextlib.suppress(Exception):  # of a death others tell
+                await asyncio.wait_for(self.publishers.alive.call().as_asyncio(), hang_s / LOOKS)
+                unanswered = 0
+            await pause
+        return f"trainer answered nothing for {hang_s:g} s"
