@@ -167,7 +167,7 @@ class Replicas:
     async def _start(self, number: int) -> list[LoadPlan]:
         ranks = self._ranks[number]
         if self._config.generator.tensor_parallel == 1:
-            return [await ranks.start.call_one()]
+            return [await ranks.start.call_one().as_asyncio()]
         from monarch.spmd import setup_torch_elastic_env_async
 
         await setup_torch_elastic_env_async(self._meshes[f"generator_{number}"])

@@ -24,14 +24,14 @@ class Mesh:
         self._asked, self._number = asked, number
 
     def spawn(self, name: str, *_: Any) -> Any:
-        return SimpleNamespace(start=self._endpoint("start"), warm_up=self._endpoint("warm up"))
+        return SimpleNamespace(start=self._endpoint("start"), warm_up=self._endpoint("warm up"), slice=lambda tp: SimpleNamespace())
 
     def _endpoint(self, what: str) -> Any:
-        def call_one() -> Reply:
+        def call() -> Reply:
             self._asked.append(f"{what} {self._number}")
             return Reply()
 
-        return SimpleNamespace(call_one=call_one)
+        return SimpleNamespace(call=call, call_one=call)
 
 
 async def test_a_spare_takes_the_next_place_and_another_waits() -> None:

@@ -18,7 +18,7 @@ STAMPS = {
     "clocks.py": "how far clocks are apart",
 }
 """Files that ask for the time of day, and what for."""
-SPANS = {"timeline.py", "trace.py", "clocks.py", "reward_process.py", "engine.py", "rollout.py", "process.py", "generator.py"}
+SPANS = {"timeline.py", "trace.py", "clocks.py", "reward_process.py", "lockstep.py", "rollout.py", "process.py", "generator.py"}
 """Files that stamp the timeline, in nanoseconds."""
 
 
