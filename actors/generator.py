@@ -265,11 +265,12 @@ class Generator(Actor):
 
     async def _stage(self, target: Target) -> None:
         """Raises RejectedPull."""
-        await self._puller.pull(target)
-        self._moved = self._puller.moved
+        puller = self._puller  # another takes its place where the trainers are started again
+        await puller.pull(target)
+        self._moved = puller.moved
         verify = self._config.weights.verify
         compared = verify == "every" or (verify == "first" and self._engine.version is None)
-        self._engine.stage(self._puller.write, target.version, self._puller.compare if compared else None)
+        self._engine.stage(puller.write, target.version, puller.compare if compared else None)
 
     async def _stage_all(self, target: Target) -> None:
         """Raises RejectedPull where any rank has to throw away what it pulled; none of them still pulls then."""
