@@ -29,6 +29,7 @@ from monarch_rl.lives import Holdings, Life, Lost, Progress, State, TailError
 from monarch_rl.observe import timeline
 from monarch_rl.observe.ledger_file import LedgerFile
 from monarch_rl.recorded import Written
+from monarch_rl.supervise import Alarm
 from monarch_rl.trainer_config import trains_dead_groups
 from monarch_rl.types import Group, Lease, Prompt, Shard
 from monarch_rl.uncovered import Uncovered
@@ -78,7 +79,7 @@ class ReplayBuffer(Actor):
         fresh = count(self._ledger.started) if self._ledger.ordinals is None else range(self._ledger.started, self._ledger.ordinals)
         self._stream = PromptStream(task, buffer.prompts_per_step, chain(self._ledger.pending(), fresh))
         self._fetching: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._deadline = Alarm(self._expire)  # the next one of a lease
         self._ended: str | None = None  # why nothing more will be given
         self._idle: deque[tuple[Port[tuple[Lease, Prompt] | None], str]] = deque()  # workers that wait for a prompt
         self._gone: set[str] = set()  # workers that were lost
@@ -262,7 +263,7 @@ class ReplayBuffer(Actor):
         counts = self._ledger.counts
         timeline.count("prompts", leased=counts.leased, ready=counts.scored)
         self._lives.flush()
-        self._arm()
+        self._deadline.set(None if self._ended else self._ledger.next_deadline())
 
     def _serve_takes(self) -> None:
         waiting, self._takes = self._takes, []
@@ -286,7 +287,8 @@ class ReplayBuffer(Actor):
         step = self._ledger.trained_steps - self._ledger.trained_steps % self._config.weights.every
         while self._idle and (ordinal := self._ledger.next_ordinal(step)) is not None:
             if ordinal not in self._prompts:
-                self._fetch()
+                if self._fetching is None:
+                    self._fetching = asyncio.get_running_loop().create_task(self._next_prompt())
                 return
             port, worker = self._idle.popleft()
             now = asyncio.get_running_loop().time()
@@ -374,10 +376,6 @@ class ReplayBuffer(Actor):
         self._prompts.pop(ordinal)
         self._ended = self._ended or self._barren.verdict(self._ledger.dropped)
 
-    def _fetch(self) -> None:
-        if self._fetching is None:
-            self._fetching = asyncio.get_running_loop().create_task(self._next_prompt())
-
     async def _next_prompt(self) -> None:
         try:
             prompt, skipped = await asyncio.to_thread(self._make)
@@ -396,17 +394,7 @@ class ReplayBuffer(Actor):
         prompt = next(self._stream)
         return prompt, prompt.ordinal >= self._ledger.started and self._curriculum.skips(prompt, self._ledger.trained_steps)
 
-    def _arm(self) -> None:
-        """One timer, for the next deadline of a lease."""
-        deadline = None if self._ended else self._ledger.next_deadline()
-        if self._timer is not None:
-            if self._timer.when() == deadline:
-                return
-            self._timer.cancel()
-        self._timer = None if deadline is None else asyncio.get_running_loop().call_at(deadline, self._expire)
-
     def _expire(self) -> None:
-        self._timer = None
         lost = self._ledger.expire(asyncio.get_running_loop().time())
         self._lost(lost, f"rollout.deadline_s={self._config.rollout.deadline_s:g} passed")
         self._pump()

@@ -16,35 +16,13 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from monarch_rl import cluster_config, generator_config, trainer_config
+from monarch_rl import cluster_config, generator_config, model_config, trainer_config
 from monarch_rl.cluster_config import ClusterConfig
 from monarch_rl.generator_config import GeneratorConfig
+from monarch_rl.model_config import ModelConfig
 from monarch_rl.trainer_config import TrainerConfig
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
-
-
-@dataclass
-class LoraConfig:
-    rank: int = 0
-    """of the adapters, which alone are trained and sent to the generators (docs/lora.md); 0 means none: all weights are trained"""
-    alpha: int = 32
-    """adapters are scaled by alpha / rank"""
-    targets: list[str] = field(default_factory=lambda: ["all"])
-    """last names of the linear layers that get one, e.g. [q_proj, v_proj]; all: every linear layer but the output layer"""
-
-
-@dataclass
-class ModelConfig:
-    path: str = "tiny"
-    """Hugging Face directory or hub name of a causal LM; `tiny` is the built-in 0.6 M Qwen3"""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """of the generator, and of the trainer's forward and backward; the optimizer's weights are float32"""
-    system_prompt: str = ""
-    """first message of every chat prompt that has no system message of its own"""
-    chat_template: dict[str, Any] = field(default_factory=dict)
-    """arguments of the model's chat template, e.g. model.chat_template.enable_thinking=false"""
-    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
@@ -258,7 +236,7 @@ def _keys(cls: Any, prefix: str, texts: dict[tuple[str, str], str]) -> Iterator[
 
 def _field_help() -> dict[tuple[str, str], str]:
     """(class, field) → the string under the field; Python keeps none of these, so they are read from the source."""
-    files = (__file__, generator_config.__file__, trainer_config.__file__, cluster_config.__file__)
+    files = (__file__, model_config.__file__, generator_config.__file__, trainer_config.__file__, cluster_config.__file__)
     nodes = [node for file in files for node in ast.parse(Path(file).read_text(encoding="utf-8")).body]
     texts = {}
     for cls in (node for node in nodes if isinstance(node, ast.ClassDef)):
@@ -311,15 +289,16 @@ def validate(config: Config) -> None:
         _check_value(key, attrgetter(key.name)(config))
     _check_ages(config)
     _check_task(config)
-    if (lora := config.model.lora).rank > (most := generator_config.LARGEST_LORA):
-        raise ConfigError(f"model.lora.rank: must be at most {most}, the largest that vLLM serves, got {lora.rank}")
-    if lora.rank and (ranks := config.generator.tensor_parallel) > 1:
-        raise ConfigError(f"generator.tensor_parallel={ranks}: ranks cannot share adapters yet; set it to 1, or model.lora.rank=0")
-    if not lora.targets:
-        raise ConfigError("model.lora.targets: must name at least one linear layer; for no adapters set model.lora.rank=0")
-    mistakes = generator_config.mistake(config.generator), trainer_config.mistake(config.trainer), cluster_config.mistake(config.cluster)
+    mistakes = (
+        model_config.mistake(config.model),
+        generator_config.mistake(config.generator),
+        trainer_config.mistake(config.trainer),
+        cluster_config.mistake(config.cluster),
+    )
     if wrong := next(filter(None, mistakes), ""):
         raise ConfigError(wrong)
+    if config.model.lora.rank and (ranks := config.generator.tensor_parallel) > 1:
+        raise ConfigError(f"generator.tensor_parallel={ranks}: ranks cannot share adapters yet; set it to 1, or model.lora.rank=0")
     if config.replay and (config.record or config.resume != "none" or config.checkpoint.every):
         raise ConfigError("replay: trains from the first step to the last; leave out record, resume and checkpoint.every")
     if not str(config.output_dir).strip():

@@ -28,7 +28,7 @@ from monarch_rl.types import Generation, Sampling, Version
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from monarch_rl.config import LoraConfig
+    from monarch_rl.model_config import LoraConfig
     from monarch_rl.weights.plan import LoadPlan
 
 T = TypeVar("T")

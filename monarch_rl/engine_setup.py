@@ -20,7 +20,7 @@ from monarch_rl.supervise import root
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from monarch_rl.config import LoraConfig
+    from monarch_rl.model_config import LoraConfig
     from monarch_rl.weights.plan import LoadPlan, Shape
 
 CPU_CONTEXT = 4096

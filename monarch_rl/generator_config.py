@@ -8,9 +8,6 @@ from typing import Any, Literal
 COLDEST = 0.01
 """vLLM raises lower temperatures to this one without saying so."""
 
-LARGEST_LORA = 512
-"""Rank of an adapter, in vLLM."""
-
 OWN_ENGINE_ARGUMENTS = {
     "model": "model.path",
     "dtype": "model.dtype",

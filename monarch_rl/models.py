@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from monarch_rl.algorithms.logprobs import Kept, token_logprobs
-from monarch_rl.config import LoraConfig, UserError
+from monarch_rl.config import UserError
+from monarch_rl.model_config import LoraConfig
 from monarch_rl.rendering import local_directory
 from monarch_rl.router_replay import Replay
 from monarch_rl.types import MASK, ROUTING, Rows

@@ -15,7 +15,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from monarch_rl.config import ModelConfig, UserError
+from monarch_rl.config import UserError
+from monarch_rl.model_config import ModelConfig
 from monarch_rl.tasks.tiny import TINY_MODELS, tiny_path
 from monarch_rl.types import Message
 

@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections import deque
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -163,3 +163,23 @@ def _manner(why: str) -> str:
     if "Traceback" in why and (said := LAST_WORDS.findall(why)):
         return f"failed: {said[-1]}"
     return f"ended: {why.partition(chr(10))[0]}"
+
+
+class Alarm:
+    """One timer of the running loop, which can be set to another moment."""
+
+    def __init__(self, ring: Callable[[], None]) -> None:
+        self._ring = ring
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, moment: float | None) -> None:
+        """Ring at this time of the loop, and no more at any other; None: not at all."""
+        if self._timer is not None:
+            if self._timer.when() == moment:
+                return
+            self._timer.cancel()
+        self._timer = None if moment is None else asyncio.get_running_loop().call_at(moment, self._rings)
+
+    def _rings(self) -> None:
+        self._timer = None
+        self._ring()

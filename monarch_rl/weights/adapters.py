@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor, nn
 
-from monarch_rl.config import LoraConfig, UserError
+from monarch_rl.config import UserError
+from monarch_rl.model_config import LoraConfig
 
 if TYPE_CHECKING:
     from monarch_rl.weights.plan import Shape

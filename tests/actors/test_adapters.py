@@ -19,12 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from actors.generator import Generator
-from monarch_rl.config import LoraConfig, TrainerConfig
+from monarch_rl.config import TrainerConfig
 from monarch_rl.configure import load
 from monarch_rl.engine import Engine, EngineError
 from monarch_rl.engine_adapter import ID, live_adapters
 from monarch_rl.groups import make_shards
 from monarch_rl.learner import Learner
+from monarch_rl.model_config import LoraConfig
 from monarch_rl.models import add_adapters, base_weights, full_tensors, load_causal_lm, local_shards, save_adapters, save_pretrained
 from monarch_rl.types import Generation, Sampling, Version
 from monarch_rl.weights.adapters import merged

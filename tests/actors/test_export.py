@@ -12,10 +12,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from monarch_rl.checkpoint import complete, folder_of, unfinished
-from monarch_rl.config import Config, ModelConfig, UserError
+from monarch_rl.config import Config, UserError
 from monarch_rl.configure import write
 from monarch_rl.export import export, newest
 from monarch_rl.lives import Progress
+from monarch_rl.model_config import ModelConfig
 from monarch_rl.models import load_causal_lm
 from tests.random_models import write_model
 

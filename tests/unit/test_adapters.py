@@ -18,12 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from monarch_rl import checkpoint
-from monarch_rl.config import Config, ConfigError, LoraConfig, ModelConfig, UserError, validate
+from monarch_rl.config import Config, ConfigError, UserError, validate
 from monarch_rl.configure import write
 from monarch_rl.engine_setup import tensor_shapes
 from monarch_rl.export import export
 from monarch_rl.learner import Learner
 from monarch_rl.lives import Progress
+from monarch_rl.model_config import LoraConfig, ModelConfig
 from monarch_rl.models import (
     PolicyModel,
     adapter_weights,

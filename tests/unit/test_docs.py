@@ -115,8 +115,9 @@ def deadline_of(node: ast.expr, names: dict[str, object]) -> str:
 def test_the_table_of_waits_has_their_deadlines() -> None:
     rows = [line.split(" | ") for line in (DOCS / "failures.md").read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
     table = {who.strip("| `"): deadline for who, deadline, _ in rows}
-    found = {who: deadline for who, deadline in waits() if who in table}
+    found = {who: deadline for who, deadline in waits() if who not in ("… …", "trainers (…)")}  # whoever and whatever these are given
     assert len(found) > 30
+    assert found.keys() - table.keys() == set()
     assert {who: (deadline, table[who]) for who, deadline in found.items() if deadline not in table[who]} == {}
 
 

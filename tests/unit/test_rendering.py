@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from monarch_rl.config import ModelConfig, UserError
+from monarch_rl.config import UserError
+from monarch_rl.model_config import ModelConfig
 from monarch_rl.rendering import Renderer, model_directory
 from monarch_rl.tasks.tiny import EOS, PAD, tiny_path
 from monarch_rl.types import Message
