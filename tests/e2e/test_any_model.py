@@ -26,7 +26,7 @@ def test_a_random_llama_directory_is_trained_from_the_command_line(tmp_path: Pat
     """At zero lag the sampler's log-probabilities are the trainer's, though ids are left out; the result is of the same kind."""
     path = write_model(tmp_path / "llama", "llama")
     command = [sys.executable, "-m", "monarch_rl.run", "recipe=grpo_qwen", "profile=cpu", f"model.path={path}", "eval.prompts=4", *SHORT]
-    command += ["trainer.kl=0.01"]  # so that every metric there is has its row
+    command += ["trainer.kl=0.01", "checkpoint.every=1"]  # so that every metric there is has its row
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "grpo_qwen"
