@@ -310,21 +310,23 @@ class Generator(Actor):
             return
         if self._pinned:  # meanwhile; what is newest when that is over is pulled then
             return
-        pulled_ns, self._pulls.pull_s = time.time_ns(), time.perf_counter() - started
-        pause_s = await self._swap(target.version)
-        self._pulls.bytes_per_pull, self._pulls.deltas = self._moved, self._puller.deltas
-        self._swapped(target.version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - before)
+        self._pulls.pull_s = time.perf_counter() - started
+        # Whoever has it stop pulling now finds the engine about to swap: those who wait for this version have to hear of it.
+        await asyncio.shield(self._swap(target.version, start_ns, before))
 
-    async def _swap(self, version: Version) -> float:
+    async def _swap(self, version: Version, start_ns: int, tokens_before: int) -> None:
         from monarch_rl.engine_setup import EngineError
         from monarch_rl.weights.pull import WeightsDiffer
 
+        pulled_ns = time.time_ns()
         try:
-            return await self._engine.swap(version)
+            pause_s = await self._engine.swap(version)
         except EngineError as error:
             if isinstance(error.__cause__, WeightsDiffer):
                 raise WeightsDiffer(f"{self.name}: {error.__cause__}") from error
             raise
+        self._pulls.bytes_per_pull, self._pulls.deltas = self._moved, self._puller.deltas
+        self._swapped(version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - tokens_before)
 
     async def _check_base(self, expected: dict[str, int]) -> None:
         from monarch_rl.weights.pull import WeightsDiffer

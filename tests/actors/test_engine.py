@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -313,9 +315,32 @@ async def test_weights_that_differ_from_the_trainers_end_the_replica_that_holds_
     generator._engine = doomed.engine
     doomed.engine.stage(doomed.write, Version(0, 7), compare)
     with pytest.raises(WeightsDiffer, match=r"^generator 1: .* not those of version 0\.7: model\.\S+ differs from trainer"):
-        await generator._swap(Version(0, 7))
+        await generator._swap(Version(0, 7), 0, 0)
     with pytest.raises(EngineError):
         await doomed.engine.generate([1], Sampling(1), 0)
+
+
+async def test_a_swap_that_has_begun_is_told_of_though_the_replica_is_to_pull_no_more(doomed: System) -> None:
+    """Or a request for this very version would wait for the next one."""
+    generator = Generator(load(["recipe=grpo_qwen", "profile=cpu"]).config, 1, metrics=Mock())
+    generator._engine, generator._puller, generator._moved = doomed.engine, Mock(deltas=0), 0
+    version, writes, may_end = Version(0, 9), threading.Event(), threading.Event()
+
+    def write(views: list[Tensor]) -> None:
+        writes.set()
+        may_end.wait(60)
+        doomed.write(views)
+
+    doomed.engine.stage(write, version)
+    pull = asyncio.create_task(generator._pull_once(Mock(newer=AsyncMock(return_value=Mock(version=version)), pull=AsyncMock())))
+    waits = asyncio.create_task(generator._holds(version.pack()))
+    await asyncio.to_thread(writes.wait, 60)
+    pull.cancel()
+    await asyncio.wait({pull})
+    assert pull.cancelled()
+    assert not waits.done()
+    may_end.set()
+    await asyncio.wait_for(waits, 60)
 
 
 async def test_a_failing_step_fails_what_is_pending(doomed: System, monkeypatch: pytest.MonkeyPatch) -> None:
