@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from monarch_rl.config import UserError
@@ -13,7 +14,7 @@ from monarch_rl.supervise import cause, obituary
 
 LEAVE_DEADLINE_S = 30.0
 LOOKS = 4
-"""So many in a row must see a member stand still before it is taken for stuck."""
+"""So many in a row must see an actor stand still before it is taken for stuck."""
 NO_ANSWER = -1
 BACK_OFF_S = 1.0
 """Before the second replacement in a row; twice as long before each further one."""
@@ -26,6 +27,30 @@ async def for_ever() -> str:
     """For `Kind.work`, where there is nothing more to hear of."""
     await asyncio.Event().wait()
     raise AssertionError
+
+
+async def until_stuck(progress: Callable[[], Awaitable[int | None]], hang_s: float) -> None:
+    """Returns when an actor has made no `progress` for `hang_s`, see `Kind.progress`, or has not answered.
+
+    Looks are counted, not seconds: the controller may have been stopped itself, as a notebook's kernel is by a long cell.
+    """
+    seen: int | None = None
+    stood_still = 0
+    while stood_still < LOOKS:
+        found = await _look(progress, hang_s / LOOKS)
+        stood_still = stood_still + 1 if found == NO_ANSWER or (found is not None and found == seen) else 0
+        seen = found
+
+
+async def _look(progress: Callable[[], Awaitable[int | None]], pause_s: float) -> int | None:
+    """The progress of an actor, or NO_ANSWER; after `pause_s`, whatever it is."""
+    pause = asyncio.create_task(asyncio.sleep(pause_s))
+    found: int | None = NO_ANSWER
+    with contextlib.suppress(Exception):
+        async with asyncio.timeout(pause_s):
+            found = await progress()
+    await pause
+    return found
 
 
 class Limits(Protocol):
@@ -154,28 +179,9 @@ class Pool(Generic[A]):
             return obituary(str(error)) or f"{who}: {cause(error)}"
 
     async def _until_stuck(self, number: int, member: A) -> str:
-        """Says so when a member makes no progress for `hang_s`.
-
-        Looks are counted, not seconds: the controller may have been stopped itself, as a notebook's kernel is by a long cell.
-        """
         hang_s = self._limits.hang_s
-        seen: int | None = None
-        stood_still = 0
-        while stood_still < LOOKS:
-            progress = await self._look(number, member, hang_s / LOOKS)
-            stood_still = stood_still + 1 if progress == NO_ANSWER or (progress is not None and progress == seen) else 0
-            seen = progress
+        await until_stuck(partial(self._kind.progress, number, member), hang_s)
         return f"stood still for {hang_s:g} s"
-
-    async def _look(self, number: int, member: A, pause_s: float) -> int | None:
-        """The progress of a member, or NO_ANSWER; after `pause_s`, whatever it is."""
-        pause = asyncio.create_task(asyncio.sleep(pause_s))
-        progress: int | None = NO_ANSWER
-        with contextlib.suppress(Exception):
-            async with asyncio.timeout(pause_s):
-                progress = await self._kind.progress(number, member)
-        await pause
-        return progress
 
     async def _replace(self, number: int, why: str) -> None:
         """Start another until one can be used.

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.config import Config, can_restart
 from monarch_rl.meshes import DEATH_NOTICE_S, START_DEADLINE_S, ActorDied, Meshes
+from monarch_rl.pool import BACK_OFF_S, MOST_BACK_OFF_S, until_stuck
 from monarch_rl.replicas import Source
 from monarch_rl.supervise import answer
 
@@ -18,13 +18,8 @@ if TYPE_CHECKING:
     from monarch_rl.weights.plan import LoadPlan
 
 MESH = "trainer"
-LOOKS = 4
-"""So many in a row must find a rank without an answer before it is taken for lost."""
 REASON_S = 5.0
 """Longest for Monarch to tell why a process is gone, when it knows that it is."""
-BACK_OFF_S = 1.0
-"""Before the second restart; twice as long before each further one."""
-MOST_BACK_OFF_S = 60.0
 
 
 class Trainers:
@@ -139,17 +134,10 @@ class Trainers:
         renewed.set_result(None)
 
     async def _until_stuck(self) -> str:
-        """Says so when the processes have answered nothing for `trainer.hang_s`: a rank itself is busy for as long as a step takes.
-
-        Looks are counted, not seconds: the controller may have been stopped itself, as a notebook's kernel is by a long cell.
-        """
+        """Says so when the processes have answered nothing for `trainer.hang_s`: a rank itself is busy for as long as a step takes."""
         hang_s = self._config.trainer.hang_s
-        unanswered = 0
-        while unanswered < LOOKS:
-            pause = asyncio.create_task(asyncio.sleep(hang_s / LOOKS))
-            unanswered += 1
-            with contextlib.suppress(Exception):  # of a death others tell
-                await asyncio.wait_for(self.publishers.alive.call().as_asyncio(), hang_s / LOOKS)
-                unanswered = 0
-            await pause
+        await until_stuck(self._alive, hang_s)
         return f"trainer answered nothing for {hang_s:g} s"
+
+    async def _alive(self) -> None:
+        await self.publishers.alive.call().as_asyncio()
