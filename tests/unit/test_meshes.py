@@ -77,3 +77,18 @@ async def test_a_process_that_monarch_cannot_reach_is_no_death_by_itself(monkeyp
     hook(SimpleNamespace(report=lambda: "actor <root>.<actors.process.Process trainer_process{'rank': 1/2}> failed: Killed(sig=9)"))
     await asyncio.sleep(0.01)
     assert str(running.fault.exception()) == "trainer 1 was killed by signal 9 (SIGKILL)"
+
+
+async def test_actors_of_monarch_are_not_mourned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has one in each mesh that joins a process group, which may be told of seconds after the mesh was ended."""
+    monkeypatch.setattr("monarch.actor.unhandled_fault_hook", None)
+    running = Meshes(Config())
+    running.watch()
+    hook: Any = monarch.actor.unhandled_fault_hook
+    theirs = "actor <root>.<monarch.spmd.SPMDActor _SPMDActor{'tp': 0/2}> failed: cleanup error: deadline has elapsed"
+    hook(SimpleNamespace(report=lambda: theirs))
+    await asyncio.sleep(0.01)
+    assert not running.fault.done()
+    hook(SimpleNamespace(report=lambda: theirs.replace("_SPMDActor{", "replay_buffer{")))
+    await asyncio.sleep(0.01)
+    assert str(running.fault.exception()) == "replay buffer 0 ended: cleanup error: deadline has elapsed"
