@@ -162,6 +162,7 @@ class Running:
             await self.checkpoints()  # one at a time
             async with self._outlived(), self._turn:
                 self._checkpointed = self.version.step
+                self._trainers.check()
                 await self._checkpoints.begin(self.version)
 
     async def checkpoints(self) -> None:
@@ -302,6 +303,7 @@ class Running:
         async with self._turn:
             if self._halted:
                 raise Halted(f"stopped before step {step}")
+            self._trainers.check()  # those that take their place know nothing yet, and would wait for a batch
             if step != self.version.step + 1:
                 raise TrainerRestarted
             try:
@@ -338,7 +340,7 @@ class Running:
                     try:
                         await self._go_back(why)
                     except Exception as error:
-                        if not await self._trainers.are_lost(error):
+                        if not await self._trainers.one_died(error):
                             raise
             self._records.spans("trainer 0", timeline.drain())
 
@@ -376,6 +378,7 @@ class Running:
         """Of all ranks, between two steps; again where they were restarted meanwhile."""
         while True:
             async with self._outlived(), self._turn:
+                self._trainers.check()
                 return await answer(ask(self._trainers.ranks), f"trainers ({what})", START_DEADLINE_S)
 
     async def _evaluate(self, of: Version) -> None:

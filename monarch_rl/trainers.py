@@ -93,13 +93,15 @@ class Trainers:
             raise ActorDied("the trainers are lost")
 
     async def are_lost(self, error: Exception) -> bool:
-        """Whether one is, as `error` suggests that they were asked with; waits for the news of what has just happened."""
+        """Whether they are, as `error` suggests that they were asked with, and are not started again yet."""
+        return self._down or await self.one_died(error)
+
+    async def one_died(self, error: Exception) -> bool:
+        """Whether one of those that were started last is lost; waits for the news of what has just happened."""
         from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
         if self._lost is None:
             return False
-        if self._down:
-            return True
         gone = isinstance(error, SupervisionError)
         await asyncio.wait({self._lost}, timeout=REASON_S if gone else DEATH_NOTICE_S)
         if gone and not self._lost.done():
