@@ -186,12 +186,12 @@ class Running:
         checkpoint of it, which is returned. None: no step is done."""
         await self.halt()
         async with self.background():
-            version = await self.restore()
+            await self.restore()
             await self.checkpoints()
-            folder = checkpoint.folder_of(self.output_dir, version.step)
-            if version.step and not folder.exists():
-                await self.checkpoint()
-        return folder if version.step else None
+            if not self.version.step:
+                return None
+            folder = checkpoint.folder_of(self.output_dir, self.version.step)
+            return folder if folder.exists() else await self.checkpoint()  # of an earlier step where the trainers are lost meanwhile
 
     async def save_model(self) -> Path:
         """Write the trained model as a Hugging Face directory, with adapters merged; these as peft does in `adapter/` beside it."""
