@@ -5,9 +5,16 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM
 
 import pytest
+
+from monarch_rl import checkpoint
+from monarch_rl.config import UserError
+from monarch_rl.job import failed
+from monarch_rl.lives import Progress
+from monarch_rl.meshes import ActorDied
 
 STUCK = """
 import asyncio, time
@@ -128,3 +135,19 @@ def test_a_second_signal_closes_without_a_checkpoint() -> None:
     assert out == "closed\n"
     assert err == f"error: interrupted{NOTHING.format('it was interrupted again')}\n"
     assert process.returncode == 130
+
+
+def test_a_failure_names_the_checkpoint_to_go_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a mistake of the user's does not: it would be made again."""
+    log = f" (whole story in {tmp_path}/error.log)\n"
+    died = ActorDied("replay buffer was killed")
+    assert failed(died, tmp_path) == 1
+    assert capsys.readouterr().err == f"error: replay buffer was killed{log}"
+    folder = checkpoint.folder_of(tmp_path, 4)
+    checkpoint.unfinished(folder).mkdir(parents=True)
+    checkpoint.complete(folder, Progress(4, 32, {}), keep=1)
+    assert failed(died, tmp_path) == 1
+    said = f"error: replay buffer was killed; resume=latest goes on from {folder}, what came after it is lost{log}"
+    assert capsys.readouterr().err == said
+    assert failed(UserError("a wrong setting"), tmp_path) == 2
+    assert capsys.readouterr().err == f"error: a wrong setting{log}"
