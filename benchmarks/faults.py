@@ -28,6 +28,8 @@ from monarch_rl.session import Session
 
 FIRST_WORK = {"generator": "generate", "rollout": "rollout", "scorer": "score"}
 """The span by which the timeline shows that a replacement works."""
+SPARE = "spare"
+KINDS = [*FIRST_WORK, "trainer", SPARE]
 CALM_STEPS = 6
 """Before each kill, and at least as many behind it."""
 LEARN_STEPS = 18
@@ -36,14 +38,8 @@ LOOK_S = 0.01
 EVERY = 15
 BURST = 16
 FOR_EVER = (
-    *(
-        "steps=100000",
-        "eval.every=0",
-        "buffer.dead_groups=keep",
-        f"generator.burst_tokens={BURST}",
-        "checkpoint.every=5",
-        "checkpoint.keep=1",
-    ),
+    *("steps=100000", "eval.every=0", "buffer.dead_groups=keep", f"generator.burst_tokens={BURST}"),
+    *("checkpoint.every=5", "checkpoint.keep=1"),
     *(f"{kind}.max_restarts=1000" for kind in ("generator", "rollout", "scorer", "trainer")),
 )
 """Steps stay alike however well the model has learnt."""
@@ -52,26 +48,32 @@ FOR_EVER = (
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--kills", type=int, default=3, help="of each kind (3)")
+    parser.add_argument(
+        "--kind", action="append", choices=KINDS, help="what is killed, may be given again (all); spare: a generator with one"
+    )
     parser.add_argument("--compare", type=int, default=0, metavar="PAIRS", help="whole jobs, undisturbed and with kills, in turn (0)")
     parser.add_argument("overrides", nargs="*", help="key=value")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        text, result = asyncio.run(measure(Path(folder), options.kills, options.compare, options.overrides))
+        text, result = asyncio.run(measure(Path(folder), (options.kind or KINDS) * options.kills, options.compare, options.overrides))
     report(options.out, text, result)
 
 
-async def measure(folder: Path, kills: int, pairs: int, overrides: list[str]) -> tuple[str, Row]:
+async def measure(folder: Path, kinds: list[str], pairs: int, overrides: list[str]) -> tuple[str, Row]:
     texts, result = [], Row()
-    if kills:
-        losses = await losses_of(folder / "losses", ["generator", "rollout", "scorer", "trainer"] * kills, overrides)
-        losses["generator, with a spare"] = (await losses_of(folder / "spare", ["generator"] * kills, ["generator.spares=1", *overrides]))[
-            "generator"
-        ]
+    losses: dict[str, list[Row]] = {}
+    if known := [kind for kind in kinds if kind != SPARE]:
+        losses |= await losses_of(folder / "losses", known, overrides)
+    if spares := kinds.count(SPARE):
+        found = await losses_of(folder / "spares", ["generator"] * spares, ["generator.spares=1", *overrides])
+        losses["generator, with a spare"] = found["generator"]
+    if losses:
         result["losses"] = losses
-        texts = [show_times(losses), show_tokens(losses["generator"] + losses["generator, with a spare"])]
+        texts.append(show_times(losses))
+        if generators := [loss for kind, each in losses.items() if kind.startswith("generator") for loss in each]:
+            texts.append(show_tokens(generators))
     if pairs:
-        kinds = [("calm", 0), ("kills", EVERY)] * pairs
-        runs = [await whole(folder / f"{number}_{name}", every, overrides) for number, (name, every) in enumerate(kinds)]
+        runs = [await whole(folder / f"run_{number}", every, overrides) for number, every in enumerate((0, EVERY) * pairs)]
         ratios = [killed["wall_s"] / calm["wall_s"] for calm, killed in zip(runs[::2], runs[1::2], strict=True)]
         result |= {"runs": runs, "ratios": ratios}
         rows = [(run["kills"], f"{run['wall_s']:.0f} s", f"{run['accuracy']:.3f}") for run in runs]
