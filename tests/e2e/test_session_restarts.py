@@ -15,7 +15,7 @@ from monarch_rl.configure import load
 from monarch_rl.session import Session
 from monarch_rl.types import Version
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
+pytestmark = pytest.mark.timeout(400)
 
 DEADLINE_S = 180.0
 PROMPTS = 8
