@@ -28,8 +28,6 @@ LEAVE_DEADLINE_S = 30.0
 """For the processes of a mesh to end that is not needed any more."""
 LEAVE_S = 0.1
 """From when a process says that it ends until it does, for the word to get out."""
-SILENT_S = 120.0
-"""A process that does not even say for so long what it waits for is taken for dead."""
 DEATH_NOTICE_S = 1.5
 """Monarch looks after its processes twice a second; so long may it take to hear of a death after its consequences."""
 MANNER_S = 0.5
@@ -243,7 +241,7 @@ class Meshes:
         """A process of this mesh gives no sign of life: as good as dead, unless another deals with it."""
         if name not in self._ended and name not in self._left:
             self._gone.add(name)
-            self._lost(f"{name.replace('_', ' ')} gave no sign of life for {SILENT_S:g} s")
+            self._lost(f"{name.replace('_', ' ')} gave no sign of life for {self._config.buffer.hang_s:g} s")
 
 
 def oom_kills() -> int:
