@@ -10,6 +10,7 @@ from typing import Generic, TypeVar
 
 from monarch_rl.engine_setup import EngineError, is_lost
 from monarch_rl.supervise import waiting
+from monarch_rl.suspects import LOSSES, Turns
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -29,6 +30,7 @@ class Routes(Generic[A]):
         self._asked: defaultdict[int, set[asyncio.Timeout]] = defaultdict(set)
         self._pinned: dict[int, int] = {}  # to a step
         self._changed = asyncio.Event()
+        self._turns = Turns()
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -72,11 +74,16 @@ class Routes(Generic[A]):
         Where there is none, one is waited for. One that is lost meanwhile is asked no more, and the error is raised.
 
         Raises:
-            NamedTimeout: it did not answer in time.
+            NamedTimeout: it did not answer in time. TooManyLost: another was lost over the same prompt, and that is to end.
         """
-        while not self._actors:
-            await self._changed.wait()
-        chosen = preferred if preferred in self._actors else self._choose(step)
+        async with self._turns.turn() as begins:
+            while not self._actors:
+                await self._changed.wait()
+            chosen = preferred if preferred in self._actors else self._choose(step)
+            begins()
+            return await self._once(ask, load, chosen)
+
+    async def _once(self, ask: Callable[[A], Awaitable[T]], load: int, chosen: int) -> T:
         self._load[chosen] += load
         try:
             with waiting(f"{self._kind} {chosen}", self._deadline_s):
@@ -85,6 +92,8 @@ class Routes(Generic[A]):
         except Exception as error:
             if is_lost(error):
                 self.lose(chosen)
+                if (losses := LOSSES.get()) is not None:
+                    losses.add(f"{self._kind} {chosen}")
             raise
         finally:
             self._load[chosen] -= load
