@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from monarch_rl import checkpoint
-from tests.e2e.jobs import SMALL, started
+from tests.e2e.jobs import SMALL, finished, started
 
 HANG_S = 12
 LONG = [*SMALL, "steps=2000", "trainer.lr=1e-6", "eval.every=0"]
@@ -26,3 +27,37 @@ def test_a_replay_buffer_that_hangs_ends_the_run_which_can_go_on_from_its_checkp
     newest = checkpoint.to_resume("latest", job.output_dir)
     assert newest is not None
     assert checkpoint.read_progress(newest).step >= 2
+
+
+DEADLY = """
+import os
+from monarch_rl.tasks import Task
+from monarch_rl.types import Prompt
+
+class Deadly(Task):
+    '''One prompt ends whoever judges it.'''
+    name = "deadly"
+
+    def prompt(self, ordinal, split):
+        return Prompt(ordinal, f"{ordinal % 9}+1=", answer="deadly" if (ordinal, split) == (20, "train") else "")
+
+    def reward(self, prompt, completion):
+        if prompt.answer:
+            os.kill(os.getppid(), 9)
+        return float(len(completion) % 2)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_prompt_that_ends_each_scorer_is_dropped_and_the_run_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    job = finished(tmp_path, *SMALL, "steps=8", "eval.every=0", f"task={tmp_path}/deadly.py:Deadly")
+    assert job.process.returncode == 0, job.out + job.err
+    assert [row["step"] for row in job.rows] == list(range(9))
+    assert job.rows[-1]["buffer/dropped_lost"] == 1
+    said = "prompt 20 is dropped: scorer 0, scorer 1, scorer 2 were lost while working on it (rollout.max_attempts=3)"
+    assert said in job.out
+    trained = [json.loads(line)["ordinal"] for line in (job.output_dir / "rollouts.jsonl").read_text().splitlines()]
+    assert 20 not in trained
+    assert len(trained) == len(set(trained)) == 8 * 8
