@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
+import struct
 import sys
 from collections.abc import Callable
 
 from monarch_rl.supervise import manner
+
+PIDFD_GET_INFO, PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
+"""As `linux/pidfd.h` has them; with exit codes since Linux 6.15."""
+PIDFD_INFO = struct.Struct("=QQ11Ii")
+"""mask, …, exit code"""
 
 
 class Child:
     """One, by its process id, until it has ended. Linux only; elsewhere nothing is heard of it."""
 
     def __init__(self, pid: int, tell: Callable[[str], object]) -> None:
-        """`tell` is called once by the running loop when it has ended, a zombie too, with how it did: empty where Monarch, as
-        another part of the parent, has asked the kernel first."""
+        """`tell` is called once by the running loop when it has ended, a zombie too, with how it did: empty where Monarch, which is
+        part of the same parent, has asked an older kernel first."""
         self._tell, self._loop = tell, asyncio.get_running_loop()
         self._file: int | None = None
         if sys.platform == "linux":
@@ -45,13 +52,24 @@ class Child:
 
 
 def _manner(file: int) -> str:
-    """Of what has ended. It stays a zombie, for Monarch to ask after."""
+    """Of what has ended. Where it is a zombie it stays one, for Monarch to ask after."""
     if sys.platform != "linux":
         return ""
     try:
         found = os.waitid(os.P_PIDFD, file, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return ""
+        return _manner_from_info(file)
     if found is None:
         return ""
     return manner(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
+
+
+def _manner_from_info(file: int) -> str:
+    """Of one whose parent has asked already; empty where the kernel does not keep that."""
+    info = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
+    try:
+        fcntl.ioctl(file, PIDFD_GET_INFO, info)
+    except OSError:
+        return ""
+    known, *_, status = PIDFD_INFO.unpack(info)
+    return manner(os.waitstatus_to_exitcode(status)) if known & PIDFD_INFO_EXIT else ""

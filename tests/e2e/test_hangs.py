@@ -57,7 +57,7 @@ def test_a_prompt_that_ends_each_scorer_is_dropped_and_the_run_goes_on(tmp_path:
     assert [row["step"] for row in job.rows] == list(range(9))
     assert job.rows[-1]["buffer/dropped_lost"] == 1
     said = "prompt 20 is dropped: scorer 0, scorer 1, scorer 2 were lost while working on it (rollout.max_attempts=3)"
-    assert said in job.out
+    assert said in job.err
     trained = [json.loads(line)["ordinal"] for line in (job.output_dir / "rollouts.jsonl").read_text().splitlines()]
     assert 20 not in trained
     assert len(trained) == len(set(trained)) == 8 * 8

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -194,6 +195,16 @@ async def test_a_process_that_has_ended_is_heard_of_and_left_to_its_parent(comma
     assert process.wait() == (3 if "exit" in command else -signal.SIGTERM)
     Child(process.pid, heard.put_nowait)
     assert await asyncio.wait_for(heard.get(), 60) == "", "nobody is there to ask"
+
+
+async def test_how_a_process_ended_is_known_though_its_parent_has_asked_first() -> None:
+    heard: asyncio.Queue[str] = asyncio.Queue()
+    process = run("sleep", "600")
+    Child(process.pid, heard.put_nowait)
+    process.kill()
+    process.wait()
+    kept = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15)
+    assert await asyncio.wait_for(heard.get(), 60) == ("was killed by signal 9 (SIGKILL)" if kept else "")
 
 
 async def test_a_stopped_process_is_ended() -> None:
