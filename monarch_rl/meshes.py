@@ -26,6 +26,8 @@ START_DEADLINE_S = 900.0
 """A large model may take minutes to load."""
 LEAVE_DEADLINE_S = 30.0
 """For the processes of a mesh to end that is not needed any more."""
+END_DEADLINE_S = 2.0
+"""For a process to answer that it ends, when others of its mesh may be dead."""
 LEAVE_S = 0.1
 """From when a process says that it ends until it does, for the word to get out."""
 DEATH_NOTICE_S = 1.5
@@ -74,11 +76,12 @@ class Meshes:
         self._oom_kills = oom_kills()
 
         def hook(failure: MeshFailure) -> None:
-            # A process is mourned once, by its Process actor; and Monarch has actors of its own, which have no obituary. That a process
-            # is out of reach may be late news of an earlier session, whose names were the same: calls to one of this session fail.
+            # A process is mourned once, by its Process actor; and Monarch has actors of its own: without an obituary, or with a name that
+            # begins with _. That a process is out of reach may be late news of an earlier session, whose names were the same: calls to
+            # one of this session fail.
             report = failure.report()
-            late = failure.mesh_name in self._former
-            if not late and DEATH.search(report) and ("_process{" in report or not PROCESS_DIED.search(report)):
+            died = None if failure.mesh_name in self._former else DEATH.search(report)
+            if died and not died["actor"].startswith("_") and ("_process{" in report or not PROCESS_DIED.search(report)):
                 loop.call_soon_threadsafe(self._died, report, obituary(report))
 
         monarch.actor.unhandled_fault_hook = hook
@@ -140,9 +143,9 @@ class Meshes:
         """End a mesh that was left, in whatever state it is, and start its processes again where they were."""
         placed, process = self._placed[name], self._meshes[name][1]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_DEADLINE_S):
+            async with asyncio.timeout(END_DEADLINE_S):
                 self._former.add(await process._name.as_asyncio())
-                await self.stop(name)
+        await self.bury(name)
         self._gone.discard(name)
         self._spawn(placed)
 
@@ -187,6 +190,25 @@ class Meshes:
         finally:
             for name in known:
                 self._kill(name)
+
+    async def bury(self, name: str) -> None:
+        """End what is left of a mesh, in whatever state it is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_DEADLINE_S):
+                await self._end_left(name)
+                await self.stop(name)
+
+    async def _end_left(self, name: str) -> None:
+        """Those ranks that still answer: each is asked by itself, as one that is dead makes calls to all fail."""
+        if name not in self._meshes:
+            return
+        ranks: Any = self._meshes[name][1].flatten("rank")
+        dead = {rank for rank, child in enumerate(self._children.get(name, ())) if child.ended}
+        asked = [ranks.slice(rank=rank).end.call_one(LEAVE_S).as_asyncio() for rank in range(ranks.size()) if rank not in dead]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_DEADLINE_S):
+                await asyncio.gather(*asked, return_exceptions=True)
+                await asyncio.sleep(2 * LEAVE_S)
 
     async def close(self, deadline_s: float, notice_s: float) -> None:
         """End all processes within `deadline_s`, let Monarch take note for `notice_s`, then let the hosts go."""

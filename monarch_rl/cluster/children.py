@@ -27,11 +27,14 @@ class Child:
         part of the same parent, has asked an older kernel first."""
         self._tell, self._loop = tell, asyncio.get_running_loop()
         self._file: int | None = None
+        self.ended = False
+        """as far as is known"""
         if sys.platform == "linux":
             try:
                 self._file = os.pidfd_open(pid)
                 self._loop.add_reader(self._file, self._ended)
             except ProcessLookupError:
+                self.ended = True
                 self._loop.call_soon(tell, "")
             except OSError:  # some sandboxes have no such files; Monarch tells all the same
                 return
@@ -43,7 +46,7 @@ class Child:
                 signal.pidfd_send_signal(self._file, signal.SIGKILL)
 
     def _ended(self) -> None:
-        file, self._file = self._file, None
+        file, self._file, self.ended = self._file, None, True
         assert file is not None
         self._loop.remove_reader(file)
         how = _manner(file)

@@ -216,3 +216,18 @@ async def test_a_stopped_process_is_ended() -> None:
     assert await asyncio.wait_for(heard.get(), 60) == "was killed by signal 9 (SIGKILL)"
     process.wait()
     child.kill()  # which is nothing to it any more
+
+
+async def test_actors_of_monarch_are_not_mourned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has one in each mesh that joins a process group, which may be told of seconds after the mesh was ended."""
+    monkeypatch.setattr("monarch.actor.unhandled_fault_hook", None)
+    running = Meshes(Config())
+    running.watch()
+    hook: Any = monarch.actor.unhandled_fault_hook
+    theirs = "actor <root>.<monarch.spmd.SPMDActor _SPMDActor{'tp': 0/2}> failed: cleanup error: deadline has elapsed"
+    hook(failure(theirs))
+    await asyncio.sleep(0.01)
+    assert not running.fault.done()
+    hook(failure(theirs.replace("_SPMDActor{", "replay_buffer{")))
+    await asyncio.sleep(0.01)
+    assert str(running.fault.exception()) == "replay buffer 0 ended: cleanup error: deadline has elapsed"
