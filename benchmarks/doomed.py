@@ -33,7 +33,7 @@ def _die(word: Path, engine: Engine) -> None:
     for call in {id(request.call): request.call for request in requests}.values():  # whose other episodes have ended
         for index, output in call.outputs.items():
             sampled.append(len(output.outputs[0].token_ids))
-            untold.append(0 if index in call.told else sampled[-1])
+            untold.append(0 if index in call.told else sampled[-1] % engine._bursts._every)  # there is a burst every so many steps
     time.sleep(LEAVE_S)
     draft = word.with_suffix(".draft")
     draft.write_text(json.dumps({"at": time.time(), "sampled": sampled, "untold": untold}))
