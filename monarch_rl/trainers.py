@@ -11,7 +11,7 @@ from monarch_rl.config import Config, can_restart
 from monarch_rl.meshes import DEATH_NOTICE_S, START_DEADLINE_S, ActorDied, Meshes
 from monarch_rl.pool import BACK_OFF_S, MOST_BACK_OFF_S, until_stuck
 from monarch_rl.replicas import Source
-from monarch_rl.supervise import answer
+from monarch_rl.supervise import answer, stillborn
 
 if TYPE_CHECKING:
     from actors.replay_buffer import ReplayBuffer
@@ -102,10 +102,11 @@ class Trainers:
 
         if self._lost is None:
             return False
-        gone = isinstance(error, SupervisionError)
+        unborn = stillborn(str(error))
+        gone = isinstance(error, SupervisionError) or bool(unborn)
         await asyncio.wait({self._lost}, timeout=REASON_S if gone else DEATH_NOTICE_S)
         if gone and not self._lost.done():
-            self._lost.set_result("trainer is gone")
+            self._lost.set_result(unborn or "trainer is gone")
         return self._lost.done()
 
     async def renew(self, why: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from monarch_rl import trainers as module
 from monarch_rl.config import Config
 from monarch_rl.loop import TrainerRestarted
 from monarch_rl.pool import for_ever
@@ -56,6 +57,17 @@ async def test_what_goes_wrong_with_those_that_start_again_is_no_death(tmp_path:
     assert not await trainers.one_died(damaged)
     meshes.died.set_result(DIED)
     assert await trainers.one_died(damaged)
+
+
+async def test_a_process_that_ends_before_it_is_there_is_a_death(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of which nobody hears but those who ask."""
+    monkeypatch.setattr(module, "REASON_S", 0.01)
+    trainers, _ = await lost(tmp_path)
+    status = '{"Failed":"proc \'trainer-0<7E>@…\' failed to configure process: Ready(Terminal(Killed { signal: 9, core_dumped: false }))"}'
+    agent = "host_agent.service@ipc://@Wb<hyperactor_mesh::host_mesh::host_agent::HostAgent>"
+    error = f'error creating proc (host rank 0) on host mesh agent {agent}, state: {{"id":"trainer-0<7E>","status":{status},"state":null}}'
+    assert await trainers.one_died(ValueError(error))
+    assert await trainers.lost() == "trainer was killed by signal 9 (SIGKILL) while it started"
 
 
 async def test_nothing_is_asked_of_trainers_before_they_know_where_to_go_on(tmp_path: Path) -> None:
