@@ -62,7 +62,7 @@ def test_lives_may_stand_at_different_heights() -> None:
 
 def test_one_more_descriptor_is_no_growth_and_one_a_minute_is() -> None:
     once, every_minute = 40 + (AT_S > 900), 40 + AT_S // 60
-    flat, leak = seen(life(once)], SETTLE_S), trend([life(every_minute))
+    flat, leak = seen(life(once)), seen(life(every_minute))
     assert not flat.grows(LEAST_COUNT)
     assert leak.grows(LEAST_COUNT)
     assert leak.per_hour == pytest.approx(60, rel=0.05)
