@@ -21,7 +21,9 @@ from monarch_rl.types import Version
 @pytest.fixture
 def records(tmp_path: Path) -> Records:
     """Of a run whose actors have nothing to tell."""
-    made = Records(Config(output_dir=str(tmp_path)))
+    config = Config(output_dir=str(tmp_path))
+    config.console.rollouts_every = 0
+    made = Records(config)
     made.trace = Trace(tmp_path / "timeline.json")
     made._trackers = SimpleNamespace(row=lambda row: None)  # type: ignore[assignment]
 
