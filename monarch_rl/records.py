@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_rl.config import Config, UserError
 from monarch_rl.lives import Holdings
 from monarch_rl.observe import console
+from monarch_rl.observe.charts import SILENT_S
 from monarch_rl.observe.live import make_console
 from monarch_rl.observe.metrics import GeneratorFigures, GeneratorReport, MetricsFile
 from monarch_rl.observe.report import write_report
@@ -34,8 +35,6 @@ LOOK_S = 1.0
 """Between two looks into the replay buffer, for display."""
 ROWS = 256
 """Rows that are kept; `metrics.jsonl` has all."""
-SILENT_S = 120.0
-"""An actor that has told of nothing for so long may be gone for good: its spans are kept no longer than until another one comes."""
 
 
 def too_slow(before: Iterable[GeneratorReport], after: Iterable[GeneratorReport]) -> list[str]:

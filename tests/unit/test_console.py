@@ -22,7 +22,7 @@ from rich.color_triplet import ColorTriplet
 
 from monarch_rl.config import Config
 from monarch_rl.observe import charts, panels
-from monarch_rl.observe.charts import Lanes, bar, cell_seconds, count, duration, seconds_left, sparkline
+from monarch_rl.observe.charts import SILENT_S, Lanes, bar, cell_seconds, count, duration, seconds_left, sparkline
 from monarch_rl.observe.console import PlainConsole, is_live, rollout_lines, step_line, visible
 from monarch_rl.observe.live import Meter, make_console
 from monarch_rl.observe.metrics import GeneratorReport
@@ -258,6 +258,15 @@ def test_lanes_are_in_order() -> None:
     for name in ("generator 10", "generator 9", "trainer 1", "trainer 0"):
         lanes.add(name, [])
     assert lanes.names == ["trainer 0", "trainer 1", "generator 9", "generator 10"]
+
+
+def test_the_lane_of_an_actor_that_is_gone_makes_room_for_others() -> None:
+    lanes = Lanes()
+    lanes.add("generator 0", spans(("generate", 0.0, 10.0)))
+    lanes.add("generator 1", spans(("generate", 0.0, 12.0 + SILENT_S)))
+    assert lanes.names == ["generator 0", "generator 1"]
+    lanes.add("generator 2", spans(("generate", 11.0, 13.0 + SILENT_S)))
+    assert lanes.names == ["generator 1", "generator 2"]
 
 
 @pytest.mark.parametrize(("step_s", "cell_s"), [(0.1, 0.1), (1.5, 0.1), (3.0, 0.2), (30.0, 2.0), (1e6, 300.0)])

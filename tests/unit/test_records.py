@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from monarch_rl.config import Config
+from monarch_rl.observe.charts import SILENT_S
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.observe.report import read_rows
 from monarch_rl.observe.timeline import Span
 from monarch_rl.observe.trace import Trace
-from monarch_rl.records import ROWS, SILENT_S, Records, too_slow
+from monarch_rl.records import ROWS, Records, too_slow
 from monarch_rl.types import Version
 
 
