@@ -24,7 +24,7 @@ from monarch_rl.config import Config
 from monarch_rl.observe import charts, panels
 from monarch_rl.observe.charts import SILENT_S, Lanes, bar, cell_seconds, count, duration, seconds_left, sparkline
 from monarch_rl.observe.console import PlainConsole, is_live, rollout_lines, step_line, visible
-from monarch_rl.observe.live import Meter, make_console
+from monarch_rl.observe.live import LiveConsole, Meter, make_console
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.observe.panels import Replica, View, render, squeeze
 from monarch_rl.observe.timeline import Span
@@ -400,6 +400,14 @@ def test_meter_takes_the_last_seconds() -> None:
     assert read(107.0, 1200, 1.0) == Replica(5, 2, 200.0, 0.0), "the first two seconds are forgotten"
     assert read(113.0, 1200, 1.0) == Replica(5, 2, 0.0, None), "nothing was heard: nothing is said about its idling"
     assert meter.read(114.0, 7, GeneratorReport(0)).lag is None
+
+
+def test_a_generator_that_has_ended_is_shown_no_more() -> None:
+    console = LiveConsole(Config())
+    console.reports(5, [GeneratorReport(0, step=4), GeneratorReport(1, step=4)])
+    assert list(console._view.replicas) == [0, 1]
+    console.reports(9, [GeneratorReport(0, step=4, ended=True), GeneratorReport(1, step=8)])
+    assert list(console._view.replicas) == [1]
 
 
 # --- on a terminal ---------------------------------------------------------------------------------------------------
