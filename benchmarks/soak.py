@@ -17,6 +17,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -35,7 +36,7 @@ SETTINGS = (
 )
 """A policy that learns would soon leave nothing to train on."""
 KINDS = {"generator": 3, "rollout": 3, "scorer": 3, "trainer": 1}
-"""What may be lost, and how often beside the others: the trainer's own life must be long enough to be watched."""
+"""What may be lost, and how often in ten: the trainer's own life must be long enough to be watched."""
 SPARED = {"generator", "rollout", "scorer"}
 START_S = 300.0
 STALL_S = 240.0
@@ -169,6 +170,7 @@ def entries(folder: Path) -> int:
 def soak(run: Soak, options: Namespace) -> list[Row]:
     """Sample and hurt it until the time is up; the faults. Raises Failed."""
     drawn = Random(options.seed)
+    kinds = kinds_in_turn(drawn)
     wait_for_step(run)
     faults: list[Row] = []
     ends = time.monotonic() + options.minutes * 60
@@ -184,10 +186,16 @@ def soak(run: Soak, options: Namespace) -> list[Row]:
             time.sleep(15)
             raise Failed(f"no step after {step} for {STALL_S:g} s\n{run.out[-4000:]}")
         if now >= due:
-            faults += hurt(run, drawn)
+            faults += hurt(run, next(kinds), drawn)
             due = now + drawn.expovariate(1 / options.every)
         time.sleep(options.sample)
     return faults
+
+
+def kinds_in_turn(drawn: Random) -> Iterator[str]:
+    """Ten after ten, each in an order of its own."""
+    while True:
+        yield from drawn.sample(list(KINDS), sum(KINDS.values()), counts=KINDS.values())
 
 
 def wait_for_step(run: Soak) -> None:
@@ -204,9 +212,8 @@ def check_alive(run: Soak) -> None:
         raise Failed(f"it ended by itself with {code}: {run.err[-2000:]}\n{run.out[-2000:]}")
 
 
-def hurt(run: Soak, drawn: Random) -> list[Row]:
-    """Kill or stop one process, where there is one that may be."""
-    (kind,) = drawn.choices(list(KINDS), list(KINDS.values()))
+def hurt(run: Soak, kind: str, drawn: Random) -> list[Row]:
+    """Kill or stop one process of this kind, where there is one that may be."""
     how, living = drawn.choice([signal.SIGKILL, signal.SIGSTOP]), run.living()[kind]
     candidates = living[1:] if kind in SPARED else living
     if not candidates:
