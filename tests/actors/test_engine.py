@@ -217,12 +217,16 @@ async def test_a_stop_id_ends_the_completion_and_is_part_of_it(system: System) -
     assert (stopped.ids_T.dtype, stopped.logprobs_T.dtype, stopped.versions_T.dtype) == (np.int32, np.float32, np.int64)
 
 
-async def test_no_temporary_file_is_left_of_its_start(system: System) -> None:
+def meeting_file() -> Path:
     store = distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     assert isinstance(store, FileStore)
-    assert not Path(store.path).exists()
+    return Path(store.path)
+
+
+async def test_no_temporary_file_is_left_of_its_start(system: System) -> None:
+    assert not meeting_file().exists()
 
 
 async def test_bad_prompts_leave_the_engine_unharmed(system: System) -> None:
