@@ -253,7 +253,7 @@ def growing(found: dict[str, dict[str, Trend | None]]) -> list[str]:
 
 def broken_promises(run: Soak) -> list[str]:
     """What the files of the run say that it should not have done."""
-    rows, wrong = run.rows, []
+    rows, wrong = run.rows, ["it printed a traceback"] if "Traceback" in run.err else []
     if [row["step"] for row in rows] != list(range(len(rows))):
         wrong.append("metrics.jsonl does not hold every step once")
     if (oldest := max(row.get("age/max", 0) for row in rows)) > 2:
@@ -288,7 +288,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the faults (0)")
     parser.add_argument("--every", type=float, default=40, help="seconds between two faults, in the mean (40)")
     parser.add_argument("--sample", type=float, default=5, help="seconds between two samples (5)")
-    parser.add_argument("--settle", type=float, default=180, help="first seconds of a process that are left out (180)")
+    parser.add_argument("--settle", type=float, default=300, help="first seconds of a process that are left out (300)")
     parser.add_argument("--folder", type=Path, help="keep the run in this new folder")
     parser.add_argument("overrides", nargs="*", help="key=value")
     options = parser.parse_args()

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 DEADLINE_S = 60.0
 RECENT = 2000
 """Spans of an actor that are kept for figures."""
+COLLECT_S = 0.5
+"""Between two collections of what there is news of: each is two calls, and Monarch keeps a kilobyte of every call for ever."""
 LOOK_S = 1.0
 """Between two looks into the replay buffer, for display."""
 ROWS = 256
@@ -111,6 +113,7 @@ class Records:
             await self.collect()
             if time.monotonic() - self._looked > LOOK_S:
                 await self.look()
+            await asyncio.sleep(COLLECT_S)
 
     async def look(self) -> None:
         """See what the replay buffer holds."""
