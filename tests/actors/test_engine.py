@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 from torch import Tensor
+from torch.distributed import FileStore, PrefixStore, distributed_c10d
 from transformers import (
     AutoConfig,
     PreTrainedModel,
@@ -215,6 +216,18 @@ async def test_a_stop_id_ends_the_completion_and_is_part_of_it(system: System) -
     assert stopped.finish_reason == "stop"
     assert stopped.ids_T.tolist() == free.ids_T.tolist()[: free.ids_T.tolist().index(last) + 1]
     assert (stopped.ids_T.dtype, stopped.logprobs_T.dtype, stopped.versions_T.dtype) == (np.int32, np.float32, np.int64)
+
+
+def meeting_file() -> Path:
+    store = distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, FileStore)
+    return Path(store.path)
+
+
+async def test_no_temporary_file_is_left_of_its_start(system: System) -> None:
+    assert not meeting_file().exists()
 
 
 async def test_bad_prompts_leave_the_engine_unharmed(system: System) -> None:

@@ -132,7 +132,7 @@ def test_a_reward_that_always_raises_ends_the_run_with_its_words(tmp_path: Path)
 def test_a_thousand_episodes_of_which_some_go_wrong_are_counted_exactly(tmp_path: Path) -> None:
     """Cases 20 and 21: 5 % raise, 1 % hang, 1 % give None, NaN or text."""
     steps, prompts, size = 16, 8, 8
-    keep = [f"steps={steps}", f"buffer.prompts_per_step={prompts}", "buffer.dead_groups=keep", "scorer.deadline_s=1", "eval.prompts=0"]
+    keep = [f"steps={steps}", f"buffer.prompts_per_step={prompts}", "buffer.dead_groups=keep", "scorer.deadline_s=5", "eval.prompts=0"]
     job = finished(tmp_path, *SMALL, *keep, f"task={TASKS}:Seldom", f"generator.group_size={size}")
     assert job.process.returncode == 0, job.err
     groups = [json.loads(line) for line in (job.output_dir / "rollouts.jsonl").read_text().splitlines()]
@@ -140,7 +140,7 @@ def test_a_thousand_episodes_of_which_some_go_wrong_are_counted_exactly(tmp_path
     assert len(episodes) == steps * prompts * size > 1000
     said = {
         "raises": "RewardError: ValueError: no idea",
-        "hangs": "deadline of 1 s passed",
+        "hangs": "deadline of 5 s passed",
         "nothing": "RewardError: reward is None, not a number",
         "nan": "RewardError: reward is nan",
         "text": "RewardError: reward is 'right', not a number",
