@@ -30,7 +30,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 OWN_LOADER: dict[str, dict[str, Any]] = {
-    "gpt2": {"model_type": "gpt2", "tie_word_embeddings": True, "n_positions": 256},  # its weights are transposed
+    "gpt2": {"model_type": "gpt2", "tie_word_embeddings": True, "n_positions": 256},  # transposed
+    "mixtral": {  # experts by other names
+        "model_type": "mixtral",
+        "tie_word_embeddings": False,
+        "head_dim": 32,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    },
 }
 """Of which vLLM's loader does more than copy."""
 
