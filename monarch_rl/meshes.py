@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch_rl.cluster.children import Child
 from monarch_rl.cluster.hosts import Hosts
+from monarch_rl.cluster.machine import set_monarch_up
 from monarch_rl.cluster.placement import Processes, place_generator, place_single, place_worker
 from monarch_rl.config import Config
 from monarch_rl.supervise import DEATH, PROCESS_DIED, answer, named, obituary, waiting
@@ -70,6 +71,7 @@ class Meshes:
 
     def watch(self) -> None:
         """Hear of deaths from now on. Monarch has one hook for it in a process, so this is for one session at a time."""
+        set_monarch_up()
         import monarch.actor
 
         loop = asyncio.get_running_loop()

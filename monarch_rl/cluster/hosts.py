@@ -16,7 +16,7 @@ from monarch_rl.cluster import local
 from monarch_rl.cluster.address import Address, parse
 from monarch_rl.cluster.dashboard import Dashboard
 from monarch_rl.cluster.link import Heart, Host, Link
-from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT, Facts, facts
+from monarch_rl.cluster.machine import Facts, facts, set_monarch_up
 from monarch_rl.cluster.placement import Processes
 from monarch_rl.cluster.slurm import Allocation
 from monarch_rl.config import Config, UserError
@@ -57,7 +57,7 @@ class Hosts:
         Raises:
             UserError: names the worker that cannot be had, and why. To be closed then, too.
         """
-        os.environ.update({key: value for key, value in MONARCH_ENVIRONMENT.items() if key not in os.environ})
+        set_monarch_up()
         cluster = self._config.cluster
         if cluster.kind == "local":
             await self._start_dashboard()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch_rl.cluster.child import CONTROLLER
 from monarch_rl.cluster.link import Host
-from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT
+from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT, set_monarch_up
 from monarch_rl.cluster.placement import Processes
 from monarch_rl.config import Config
 from monarch_rl.engine_setup import engine_environment
@@ -47,7 +47,7 @@ def loopback_store(rank: int, world: int, port: int) -> Any:
 
 def host() -> HostMesh:
     """This host. The first call starts Monarch; its settings must be in the environment by then."""
-    os.environ.update({key: value for key, value in MONARCH_ENVIRONMENT.items() if key not in os.environ})
+    set_monarch_up()
     with silent_stderr():
         from monarch.actor import this_host
 

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
@@ -19,6 +20,7 @@ import pytest
 
 from monarch_rl import meshes
 from monarch_rl.cluster.children import Child
+from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT
 from monarch_rl.config import Config
 from monarch_rl.meshes import MANNER_S, Meshes
 from monarch_rl.supervise import obituary
@@ -231,3 +233,30 @@ async def test_actors_of_monarch_are_not_mourned(monkeypatch: pytest.MonkeyPatch
     hook(failure(theirs.replace("_SPMDActor{", "replay_buffer{")))
     await asyncio.sleep(0.01)
     assert str(running.fault.exception()) == "replay buffer 0 ended: cleanup error: deadline has elapsed"
+
+
+FIRST_IMPORT = """
+import asyncio, os, sys
+
+class Seen:
+    def find_spec(self, name, *_):
+        if name == "monarch":
+            sys.meta_path.remove(self)
+            print(os.environ.get("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"))
+
+sys.meta_path.insert(0, Seen())
+from monarch_rl.config import Config
+from monarch_rl.session import Session
+
+async def main():
+    Session(Config())._meshes.watch()
+
+asyncio.run(main())
+"""
+
+
+def test_monarch_finds_its_settings_when_a_session_imports_it_first() -> None:
+    """It reads them once."""
+    bare = {key: value for key, value in os.environ.items() if key not in MONARCH_ENVIRONMENT}
+    done = subprocess.run([sys.executable, "-c", FIRST_IMPORT], env=bare, capture_output=True, text=True, timeout=200)
+    assert done.stdout == "500ms\n", done.stderr
