@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -171,14 +169,6 @@ async def _each(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
     return results  # type: ignore[return-value]
 
 
-def _end_monarch() -> None:
-    """Before Monarch's own handler, which has words for a host that is gone already."""
-    from monarch.actor import shutdown_context
-
-    with contextlib.suppress(TimeoutError):
-        shutdown_context(host_timeout=0.3).get(timeout=1.0)
-
-
 def _use_transport(ips: Sequence[str]) -> None:
     """Have Monarch talk by TCP, on the way that leads to the workers. Must come before anything else of Monarch.
 
@@ -193,7 +183,7 @@ def _use_transport(ips: Sequence[str]) -> None:
         enable_transport(f"tcp://{ips[0]}:0")
         with silent_stderr():
             context()  # starts Monarch, which says so
-        atexit.register(_end_monarch)
+        local.end_quietly()
     except RuntimeError:
         raise UserError(
             f"cluster.kind: this process has used Monarch in another way already, and cannot change to tcp://{ips[0]}; "

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.cluster.child import CONTROLLER
@@ -51,7 +54,23 @@ def host() -> HostMesh:
     with silent_stderr():
         from monarch.actor import this_host
 
-        return this_host()
+        here = this_host()
+    end_quietly()
+    return here
+
+
+@cache
+def end_quietly() -> None:
+    """Have Monarch end before its own exit handler would have it; to be called when it has been started."""
+    atexit.register(_end_monarch)
+
+
+def _end_monarch() -> None:
+    """As Monarch's own handler, which has words for a host that is gone already, and for a second that was not enough."""
+    from monarch.actor import shutdown_context
+
+    with contextlib.suppress(TimeoutError):
+        shutdown_context(host_timeout=0.3).get(timeout=1.0)
 
 
 def spawn(on: HostMesh, processes: Processes, environment: Mapping[str, str], parents: Sequence[Host] = ()) -> ProcMesh:
