@@ -10,12 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from monarch_rl.model_config import LoraConfig
+from monarch_rl.models import PolicyModel, adapter_weights, add_adapters, local_shards
 from monarch_rl.types import Version
-from monarch_rl.weights import transport
+from monarch_rl.weights import adapters, transport
+from monarch_rl.weights import pull as pull_module
+from monarch_rl.weights import slots as slots_module
 from monarch_rl.weights.board import Board, Offer
 from monarch_rl.weights.plan import LoadPlan, Piece, shard_rows
 from monarch_rl.weights.pull import Puller, RejectedPull, Target, WeightsDiffer, common
-from monarch_rl.weights.slots import Ring
+from monarch_rl.weights.slots import Ring, most_delta
+from tests.batches import small_model
 
 PLAN = LoadPlan(
     (
@@ -193,16 +198,41 @@ async def test_deltas_lead_to_the_same_weights_as_whole_images(world: int) -> No
     assert full.moved == full.nbytes
 
 
-async def test_a_reader_that_missed_a_version_pulls_a_whole_image() -> None:
-    """A delta is only for those that hold what it is based on."""
-    trainers, live = Trainers(2, deltas=True), empty()
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As deltas are registered in, so that there is room for several."""
+    for module in (slots_module, pull_module):
+        monkeypatch.setattr(module, "delta_chunk", lambda region: 8)
+
+
+@pytest.mark.parametrize(("world", "slots"), [(1, 4), (2, 2)])
+async def test_a_reader_that_missed_versions_pulls_all_their_deltas_while_slots_hold_them(
+    world: int, slots: int, short_pieces: None
+) -> None:
+    trainers, live, step, deltas = Trainers(world, slots, deltas=True), empty(), 0, 0
     puller = Puller(PLAN, trainers.slots, encoding="delta")
     await swapped(puller, await trainers.publish(0), live)
-    await trainers.publish(1)
-    await swapped(puller, await trainers.publish(2), live)
+    for missed in (*range(slots), slots, 0):
+        for _ in range(missed + 1):
+            target = await trainers.publish(step := step + 1)
+        await swapped(puller, target, live)
+        deltas += missed < slots
+        assert puller.deltas == deltas, missed
+        assert all(torch.equal(view, piece.cut(weights(step)[piece.name])) for piece, view in zip(PLAN.pieces, live, strict=True))
+
+
+async def test_deltas_that_together_are_hardly_smaller_than_an_image_are_not_pulled(short_pieces: None) -> None:
+    trainers, live, sizes = Trainers(1, slots=4, deltas=True), empty(), 0
+    puller = Puller(PLAN, trainers.slots, encoding="delta")
+    await swapped(puller, await trainers.publish(0), live)
+    for step in (5, 10, 15):
+        target = await trainers.publish(step)
+        (delta,) = target.sealed[0].deltas
+        assert delta is not None
+        sizes += delta.nbytes
+    assert sizes > most_delta(puller.nbytes)
+    await swapped(puller, target, live)
     assert puller.deltas == 0
-    await swapped(puller, await trainers.publish(3), live)
-    assert puller.deltas == 1
 
 
 async def test_a_delta_that_arrives_damaged_leaves_the_base_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,6 +251,31 @@ async def test_a_delta_that_arrives_damaged_leaves_the_base_as_it_was(monkeypatc
         await puller.pull(target)
     await swapped(puller, target, live)
     assert puller.deltas == 1
+
+
+async def test_adapters_of_which_little_has_changed_travel_as_deltas(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B is made anew for each publish, with the scale in it."""
+    monkeypatch.setattr(transport, "CHUNK_BYTES", 4096)  # seals of so many tensors are longer than the fixture's pieces
+    lora = LoraConfig(rank=3, alpha=7)
+    model = PolicyModel(add_adapters(small_model(), lora, seed=0), 64)
+    shapes = adapters.shapes(small_model(), lora)
+    plan = LoadPlan(tuple(Piece(name, shape, 0, shape[0], 0, shape[1], "bfloat16") for name, shape in shapes.items()))
+    board = Board()
+    ring = Ring([plan], rank=0, world=1, slots=3, board=board, deltas=True)
+    puller, generator = Puller(plan, [ring.register()], encoding="delta"), torch.Generator().manual_seed(0)
+    live = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes.values()]
+    for step in range(4):
+        for weight in adapter_weights(model.causal_lm).values():
+            weight.add_((0.1 if step == 0 else 1e-5) * torch.randn(weight.shape, generator=generator))
+        sealed: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
+        board.listen(lambda offer, sealed=sealed: None if offer.version.step < step else sealed.set_result(offer))  # noqa: B023
+        ring.publish(local_shards(model), Version(0, step))
+        target = common([await sealed])
+        assert target is not None
+        await swapped(puller, target, live)
+        expected = [sent.bfloat16() for sent in local_shards(model).values()]
+        assert all(torch.equal(view, sent) for view, sent in zip(live, expected, strict=True))
+        assert puller.deltas == step
 
 
 async def test_where_all_has_changed_the_image_is_pulled() -> None:
