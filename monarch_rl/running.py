@@ -190,7 +190,7 @@ class Running:
             await self.checkpoints()
             folder = checkpoint.folder_of(self.output_dir, version.step)
             if version.step and not folder.exists():
-                await self.checkpoint()
+                folder = await self.checkpoint()  # of an earlier step where the trainers are lost meanwhile
         return folder if version.step else None
 
     async def save_model(self) -> Path:

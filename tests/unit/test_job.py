@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM
 
 import pytest
+
+from monarch_rl.checkpoint import folder_of
+from monarch_rl.config import Config
+from monarch_rl.running import Running
+from monarch_rl.types import Version
 
 STUCK = """
 import asyncio, time
@@ -128,3 +136,22 @@ def test_a_second_signal_closes_without_a_checkpoint() -> None:
     assert out == "closed\n"
     assert err == f"error: interrupted{NOTHING.format('it was interrupted again')}\n"
     assert process.returncode == 130
+
+
+async def test_a_run_whose_trainers_are_lost_while_it_saves_names_the_checkpoint_that_there_is(tmp_path: Path) -> None:
+    """They have gone back to an earlier step, and the one that was to be saved is undone."""
+
+    class Losing(Running):
+        async def halt(self) -> None: ...
+        async def restore(self) -> Version:
+            return Version(0, 16)
+
+        async def checkpoints(self) -> None: ...
+        async def checkpoint(self) -> Path:
+            return folder_of(tmp_path, 12)
+
+        @contextlib.asynccontextmanager
+        async def background(self) -> AsyncIterator[None]:
+            yield
+
+    assert await Losing(Config(output_dir=str(tmp_path))).stop() == folder_of(tmp_path, 12)
