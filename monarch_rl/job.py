@@ -56,8 +56,18 @@ def failed(error: Exception, output_dir: Path | None = None) -> int:
         where = f"whole story in {log}"
     except OSError as refused:
         where = f"{log} cannot be written: {refused.strerror}"
-    console.complain(f"{cause(error)} ({where})")
-    return 2 if isinstance(root(error), UserError) else 1
+    code = 2 if isinstance(root(error), UserError) else 1
+    newest = _newest(output_dir) if code == 1 else None
+    then = f"; resume=latest goes on from {newest}, what came after it is lost" if newest else ""
+    console.complain(f"{cause(error)}{then} ({where})")
+    return code
+
+
+def _newest(output_dir: Path) -> Path | None:
+    """The checkpoint from which `resume=latest` goes on."""
+    with contextlib.suppress(UserError):  # of one that is removed while they are listed
+        return checkpoint.to_resume("latest", output_dir)
+    return None
 
 
 async def _train(config: Config, interrupt: Interrupt) -> int:
@@ -168,10 +178,8 @@ class Interrupt:
             console.say(f"{what} (at most {deadline_s:g} s; once more to {once_more})")
 
     def _nothing_saved(self, why: str) -> None:
-        then = f"what was written is in {self._config.output_dir}"
-        with contextlib.suppress(UserError):  # of one that is removed while they are listed
-            if (newest := checkpoint.to_resume("latest", Path(self._config.output_dir))) is not None:
-                then = f"resume=latest goes on from {newest}"
+        newest = _newest(Path(self._config.output_dir))
+        then = f"resume=latest goes on from {newest}" if newest else f"what was written is in {self._config.output_dir}"
         self._last_words = f"interrupted, and nothing was saved: {why}; {then}"
 
     def _end(self, session: Session) -> None:

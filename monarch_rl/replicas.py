@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch_rl.config import Config
@@ -57,7 +57,7 @@ class Replicas:
     @property
     def plans(self) -> list[LoadPlan]:
         """How the engine of each rank cuts the weights; known when the first ones have started."""
-        return next(start.result() for start in self._starts.values() if start.done())
+        return next(start.result() for number, start in self._starts.items() if self._has_started(number))
 
     async def started(self, *numbers: int) -> list[LoadPlan]:
         """Wait for engines (all without an argument); the plans of their ranks are the same for all.
@@ -80,15 +80,12 @@ class Replicas:
     def follow(self) -> None:
         """Have all replicas pull what the trainers publish, until `hold`. One that still starts will by itself."""
         self._holding = False
-        for number in self.live:
-            if self._starts[number].done():
-                self._tasks.create_task(self._follow(number), name=f"generator {number}")
+        self._have_follow(self.live)
 
     def renew(self, source: Source) -> None:
-        """The trainers were started again: from now on weights come from there."""
+        """The trainers were started again: from now on weights come from there, also for those that wait for their first."""
         self._source = source
-        if not self._holding:
-            self.follow()
+        self._have_follow([number for number in self.live if not self._holding or number not in self.pool.joined])
 
     async def hold(self) -> None:
         """They pull nothing more."""
@@ -128,9 +125,19 @@ class Replicas:
         unfollowed = [asyncio.wait_for(self._unfollow(number), deadline_s) for number in self.live]
         await asyncio.gather(*unfollowed, return_exceptions=True)
 
-    async def _follow(self, number: int) -> None:
+    def _have_follow(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if self._has_started(number):
+                self._tasks.create_task(self._follow(self.live[number]), name=f"generator {number}")
+
+    def _has_started(self, number: int) -> bool:
+        start = self._starts[number]
+        return start.done() and not start.cancelled() and start.exception() is None
+
+    async def _follow(self, generator: Generator) -> None:
+        """Answers when it has been told to stop, or the trainers are gone."""
         try:
-            await self.live[number].follow.call_one(*self._source).as_asyncio()
+            await generator.follow.call_one(*self._source).as_asyncio()
         except Exception as error:
             if not is_lost(error):  # the pool hears of it too, and sees to it
                 raise
@@ -138,12 +145,13 @@ class Replicas:
     async def _pin(self, min_version: int) -> tuple[int, int]:
         """The number of a replica, and the step that it keeps to. One that is lost before it answers is replaced meanwhile."""
         while True:
-            number = min(self.pool.joined or self.live)
-            try:
-                return number, await answer(self.live[number].pin.call_one(min_version), f"generator {number} (pin)", START_DEADLINE_S)
-            except Exception as error:
-                if not is_lost(error):
-                    raise
+            if here := self.pool.joined or self.live:
+                number = min(here)
+                try:
+                    return number, await answer(here[number].pin.call_one(min_version), f"generator {number} (pin)", START_DEADLINE_S)
+                except Exception as error:
+                    if not is_lost(error):
+                        raise
             await asyncio.sleep(BACK_OFF_S)
 
     async def _unfollow(self, number: int) -> None:
@@ -175,11 +183,16 @@ class Replicas:
 
     async def ready(self, number: int, generator: Generator) -> None:
         await self.started(number)
-        following = asyncio.ensure_future(self._follow(number))
+        following = asyncio.ensure_future(self._follow(generator))
         pulled = asyncio.ensure_future(answer(generator.ready.call_one(0), f"generator {number} (first pull)", START_DEADLINE_S))
         pulled.add_done_callback(lambda done: done.cancelled() or done.exception())  # where it is lost, `following` may tell first
-        done, _ = await asyncio.wait({following, pulled}, return_when=asyncio.FIRST_COMPLETED)
-        done.pop().result()
+        try:
+            await asyncio.wait({following, pulled}, return_when=asyncio.FIRST_COMPLETED)
+            if following.done():
+                following.result()  # without a failure the trainers are gone: it is told to follow those that take their place
+            await pulled
+        finally:
+            pulled.cancel()
         self._tasks.create_task(ended(following), name=f"generator {number}")
 
     def joins(self, number: int, generator: Generator) -> None:

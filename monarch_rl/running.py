@@ -99,8 +99,7 @@ class Running:
         if self._published is None:
             self._plans = await self._replicas.started()
             over = await answer(self._trainers.ranks.transport.call(), "trainers (transport)", START_DEADLINE_S)
-            what = "weights travel" if self._plans[0].base is None else "adapters travel"
-            self._records.console.say(f"{what} over {' and '.join(sorted(set(over.values())))}")
+            self._records.console.say(self._plans[0].summary(" and ".join(sorted(set(over.values())))))
             self._source = await self._trainers.open_rings(self._plans)
         elif version == self._published:
             return  # the loop asks for it whenever it begins
@@ -163,6 +162,7 @@ class Running:
             await self.checkpoints()  # one at a time
             async with self._outlived(), self._turn:
                 self._checkpointed = self.version.step
+                self._trainers.check()
                 await self._checkpoints.begin(self.version)
 
     async def checkpoints(self) -> None:
@@ -186,12 +186,12 @@ class Running:
         checkpoint of it, which is returned. None: no step is done."""
         await self.halt()
         async with self.background():
-            version = await self.restore()
+            await self.restore()
             await self.checkpoints()
-            folder = checkpoint.folder_of(self.output_dir, version.step)
-            if version.step and not folder.exists():
-                folder = await self.checkpoint()  # of an earlier step where the trainers are lost meanwhile
-        return folder if version.step else None
+            if not self.version.step:
+                return None
+            folder = checkpoint.folder_of(self.output_dir, self.version.step)
+            return folder if folder.exists() else await self.checkpoint()  # of an earlier step where the trainers are lost meanwhile
 
     async def save_model(self) -> Path:
         """Write the trained model as a Hugging Face directory, with adapters merged; these as peft does in `adapter/` beside it."""
@@ -303,6 +303,7 @@ class Running:
         async with self._turn:
             if self._halted:
                 raise Halted(f"stopped before step {step}")
+            self._trainers.check()  # those that take their place know nothing yet, and would wait for a batch
             if step != self.version.step + 1:
                 raise TrainerRestarted
             try:
@@ -339,7 +340,7 @@ class Running:
                     try:
                         await self._go_back(why)
                     except Exception as error:
-                        if not await self._trainers.are_lost(error):
+                        if not await self._trainers.one_died(error):
                             raise
             self._records.spans("trainer 0", timeline.drain())
 
@@ -377,6 +378,7 @@ class Running:
         """Of all ranks, between two steps; again where they were restarted meanwhile."""
         while True:
             async with self._outlived(), self._turn:
+                self._trainers.check()
                 return await answer(ask(self._trainers.ranks), f"trainers ({what})", START_DEADLINE_S)
 
     async def _evaluate(self, of: Version) -> None:

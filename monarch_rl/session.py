@@ -356,7 +356,8 @@ class Session(Running):
         return await answer(self._buffer.lives.call_one(states, last), "replay buffer (lives)", 60.0)
 
     def _replica(self, number: int | None) -> int:
-        live = self._replicas.live
+        if not (live := self._replicas.live):
+            raise UserError("there is no generator at the moment: the last one is lost, and the next could not be started yet")
         if number is not None and number not in live:
             raise UserError(f"replica={number}: there are {', '.join(map(str, sorted(live)))}")
         return min(live) if number is None else number

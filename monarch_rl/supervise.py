@@ -131,6 +131,8 @@ e.g. `actor <root>.<actors.trainer.Trainer trainer{'rank': 1/2}> failed: …`.""
 PROCESS_DIED = re.compile(r"the process this actor was running on ")
 UNREACHED = re.compile(r"(?P<actor>\w{1,64})-(?P<rank>\d{1,9})<[^>\s]{1,64}>\S{1,256},proc_agent and all its descendants have failed")
 """What it reports instead on a busy host: that the process, of which this is the agent, does not answer any more."""
+STILLBORN = re.compile(r'error creating proc [^{]{1,512}\{"id":"(?P<actor>\w{1,64})-(?P<rank>\d{1,9})<(?P<why>.*)', re.DOTALL)
+"""And of a process that has ended before it was there; no actor of it is mourned."""
 LAST_WORDS = re.compile(r"^ *([A-Za-z_][\w.]*: .*|[A-Za-z_][\w.]*)$", re.MULTILINE)
 """Lines of an indented traceback that name an exception."""
 
@@ -143,7 +145,16 @@ def obituary(report: str) -> str:
     if found := UNREACHED.search(report):
         who = _who(found["actor"], "" if found["rank"] == "0" else found["rank"])
         return f"{who} is gone: its process does not answer any more"
-    return ""
+    return stillborn(report)
+
+
+def stillborn(report: str) -> str:
+    """As `obituary`, where a process could not be started; empty otherwise."""
+    if not (found := STILLBORN.search(report)):
+        return ""
+    killed = re.search(r"Killed \{ signal: (\d+)", found["why"])
+    who = _who(found["actor"], "" if found["rank"] == "0" else found["rank"])
+    return f"{who} {manner(-int(killed[1])) if killed else 'ended'} while it started"
 
 
 def named(mesh: str, rank: int, ranks: int) -> str:

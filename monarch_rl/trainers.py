@@ -11,7 +11,7 @@ from monarch_rl.config import Config, can_restart
 from monarch_rl.meshes import DEATH_NOTICE_S, START_DEADLINE_S, ActorDied, Meshes
 from monarch_rl.pool import BACK_OFF_S, MOST_BACK_OFF_S, until_stuck
 from monarch_rl.replicas import Source
-from monarch_rl.supervise import answer
+from monarch_rl.supervise import answer, stillborn
 
 if TYPE_CHECKING:
     from actors.replay_buffer import ReplayBuffer
@@ -93,17 +93,20 @@ class Trainers:
             raise ActorDied("the trainers are lost")
 
     async def are_lost(self, error: Exception) -> bool:
-        """Whether one is, as `error` suggests that they were asked with; waits for the news of what has just happened."""
+        """Whether they are, as `error` suggests that they were asked with, and are not started again yet."""
+        return self._down or await self.one_died(error)
+
+    async def one_died(self, error: Exception) -> bool:
+        """Whether one of those that were started last is lost; waits for the news of what has just happened."""
         from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 
         if self._lost is None:
             return False
-        if self._down:
-            return True
-        gone = isinstance(error, SupervisionError)
+        unborn = stillborn(str(error))
+        gone = isinstance(error, SupervisionError) or bool(unborn)
         await asyncio.wait({self._lost}, timeout=REASON_S if gone else DEATH_NOTICE_S)
         if gone and not self._lost.done():
-            self._lost.set_result("trainer is gone")
+            self._lost.set_result(unborn or "trainer is gone")
         return self._lost.done()
 
     async def renew(self, why: str) -> None:

@@ -50,6 +50,13 @@ class LoadPlan:
     pieces: tuple[Piece, ...]
     base: LoadPlan | None = None
     """What the engine reads from the model's directory by itself, once, where only adapters travel."""
+    loader: str = ""
+    """Why the engine's own loader runs at each swap; empty where copies are enough."""
+
+    def summary(self, over: str) -> str:
+        """What travels and how, for the console."""
+        slower = f"; at each swap this model's own loader takes them, which is slower, for {self.loader}" if self.loader else ""
+        return f"{'adapters' if self.base else 'weights'} travel over {over}{slower}"
 
     @cached_property
     def digest(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import time
 from pathlib import Path
 from random import Random
 
@@ -25,11 +26,13 @@ def check(job: Job, steps: int = STEPS) -> None:
     assert job.gone_within(GONE_S) == []
     assert job.err == ""
     assert [row["step"] for row in job.rows] == list(range(steps + 1))
-    assert max(row["age/max"] for row in job.rows[1:]) <= 2
+    age, dropped = max(row["age/max"] for row in job.rows[1:]), job.rows[-1]["buffer/dropped"]
+    assert age <= 2
     trained = [json.loads(line)["ordinal"] for line in (job.output_dir / "rollouts.jsonl").read_text().splitlines()]
     assert len(trained) == len(set(trained)) == steps * PROMPTS
     assert trained == sorted(trained)
-    assert max(trained) < steps * PROMPTS + job.rows[-1]["buffer/dropped"], "a prompt is neither trained nor reported as dropped"
+    assert max(trained) < steps * PROMPTS + dropped, "a prompt is neither trained nor reported as dropped"
+    print(f"{steps} steps, {len(trained)} prompts trained, {dropped:g} dropped, age at most {age:g}, no process left")
 
 
 def test_the_only_generator_is_killed(tmp_path: Path) -> None:
@@ -84,6 +87,23 @@ def test_a_worker_that_stands_still_is_replaced(name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("spare", [False, True])
+def test_what_is_to_take_the_place_of_a_generator_is_killed_too(spare: bool, tmp_path: Path) -> None:
+    """As soon as its process is there, or while it is a spare."""
+    with started(tmp_path, *DRILL, f"generator.spares={int(spare)}") as job:
+        job.until_steps(2)
+        if not spare:
+            job.kill("generator_0 0")
+        job.until_process("generator_1 0")
+        job.kill("generator_1 0")
+        if spare:
+            job.kill("generator_0 0")
+        check(job)
+        said = f"^generator 1 could not be added: generator 1 {KILLED}( while it started)?; generator 2 takes its place$"
+        assert re.search(said, job.out, re.MULTILINE), job.out
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_two_are_lost_at_any_time(seed: int, tmp_path: Path) -> None:
     """Twenty in all; also while the run evaluates, and while what was lost before is still being replaced."""
@@ -125,8 +145,9 @@ FEW = 16
 TRAINER = [*DRILL, f"steps={FEW}", "checkpoint.every=2", "weights.verify=every"]
 
 
-def check_restarts(job: Job, losses: int) -> None:
-    """Each step and prompt once in what is left; the last weights are those of the last lineage, and the generators hold them."""
+def check_lineages(job: Job, losses: int) -> list[int]:
+    """Each step and prompt once in what is left; the last weights are those of the last lineage, and the generators hold them. Where the
+    trainers went back to."""
     check(job, FEW)
     back = [int(step) for step in re.findall(r"the trainers start again at step (\d+), from ", job.out)]
     assert len(back) == losses
@@ -137,6 +158,11 @@ def check_restarts(job: Job, losses: int) -> None:
     ended = lives(job.output_dir / "ledger.jsonl").values()
     assert sum(life.state == "trained" for life in ended) == FEW * PROMPTS
     assert sum(life.state == "dropped" for life in ended) == job.rows[-1]["buffer/dropped"]
+    return back
+
+
+def check_restarts(job: Job, losses: int) -> None:
+    back = check_lineages(job, losses)
     ages = [row["age/max"] for row in job.rows[1:]]
     assert all(age >= 1 for age, step in zip(ages, range(1, FEW + 1), strict=True) if step - 1 in back), "tokens of an older lineage"
 
@@ -212,3 +238,84 @@ def test_a_run_that_was_killed_after_its_trainer_goes_on(tmp_path: Path) -> None
     assert [row["step"] for row in again.rows] == list(range(FEW + 1))
     assert again.rows[-1]["version"] == f"1.{FEW}"
     assert max(row["age/max"] for row in again.rows[1:]) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_a_trainer_is_lost_at_any_time_and_another_with_it(seed: int, tmp_path: Path) -> None:
+    """In mid-step, in mid-publish, while a checkpoint is written; the other one at the same moment, or while the trainers start again."""
+    drawn = Random(seed)
+    ranks = drawn.choice((1, 2))
+    with started(tmp_path, *TRAINER, "generator.replicas=2", f"trainer.ranks={ranks}", "eval.every=4") as job:
+        job.until_row(drawn.randrange(1, FEW - 4))
+        time.sleep(drawn.random())
+        first, other = f"trainer {drawn.randrange(ranks)}", drawn.choice(["generator_0 0", "generator_1 0", "rollout_0 0", "scorer_0 0"])
+        later_s = drawn.choice((0.0, 5 * drawn.random()))
+        print(f"after row {len(job.rows) - 1}: {first} is killed, and {other} {later_s:.1f} s later")
+        job.kill(first)
+        time.sleep(later_s)
+        job.kill(other)
+        check_lineages(job, 1)
+        assert job.out.count("takes its place") == 1
+
+
+@pytest.mark.slow
+def test_the_trainer_is_killed_again_while_it_starts(tmp_path: Path) -> None:
+    with started(tmp_path, *TRAINER) as job:
+        job.until_row(3)
+        first = job.roles()["trainer 0"]
+        first.kill()
+        job._until(lambda: job.roles().get("trainer 0", first) != first, "another trainer")
+        job.kill("trainer 0")
+        job.until_said("the trainers start again")
+        assert job.wait() == 0, job.out + job.err
+        assert job.gone_within(GONE_S) == []
+        assert [row["step"] for row in job.rows] == list(range(FEW + 1))
+        assert job.rows[-1]["version"] == f"2.{FEW}"
+
+
+@pytest.mark.slow
+def test_trainers_that_cannot_go_on_from_their_checkpoint_end_the_run(tmp_path: Path) -> None:
+    with started(tmp_path, *TRAINER, "checkpoint.every=5", f"steps={10 * FEW}") as job:
+        job.until_row(6)
+        folder = job.output_dir / "checkpoints" / "step_5"
+        job._until((folder / "progress.json").is_file, "checkpoint of step 5")
+        (folder / ".metadata").write_bytes(b"damaged")
+        job.kill("trainer 0")
+        assert job.wait() == 2
+        assert job.gone_within(GONE_S) == []
+        assert re.fullmatch(rf"error: {folder}/.metadata: cannot be read: .* \(whole story in .*\)\n", job.err), job.err
+
+
+@pytest.mark.slow
+def test_an_interrupt_while_trainers_start_again(tmp_path: Path) -> None:
+    """Nothing is lost that a checkpoint covers, and the run goes on from there."""
+    with started(tmp_path, *TRAINER, f"steps={10 * FEW}", "close_deadline_s=200") as job:
+        job.until_row(5)
+        job.kill("trainer 0")
+        job.until_said("the trainers start again")
+        job.signal(signal.SIGINT)
+        assert job.wait() == 130
+        assert job.gone_within(GONE_S) == []
+        saved = re.fullmatch(r"error: interrupted after step (\d+): resume=latest goes on from \S+/step_(\d+)\n", job.err)
+        assert saved, job.err
+        assert saved[1] == saved[2]
+    with started(tmp_path, *TRAINER, "resume=latest") as again:
+        check(again, FEW)
+
+
+@pytest.mark.slow
+def test_the_replay_buffer_is_killed(tmp_path: Path) -> None:
+    """The run ends and says from where another goes on, with nothing lost that was checkpointed."""
+    with started(tmp_path, *TRAINER) as job:
+        job.until_row(5)
+        job.kill("replay_buffer 0")
+        assert job.wait(60) == 1
+        assert job.gone_within(GONE_S) == []
+        said = rf"error: replay buffer {KILLED}; resume=latest goes on from \S+/step_(?P<step>\d+), what came after it is lost \(.*\)\n"
+        told = re.fullmatch(said, job.err)
+        assert told, job.err
+        before = [row for row in job.rows if row["step"] <= int(told["step"])]
+    with started(tmp_path, *TRAINER, "resume=latest") as again:
+        check(again, FEW)
+        assert again.rows[: len(before)] == before

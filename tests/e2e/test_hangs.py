@@ -21,12 +21,12 @@ def test_a_replay_buffer_that_hangs_ends_the_run_which_can_go_on_from_its_checkp
         job.roles()["replay_buffer 0"].suspend()
         assert job.wait() == 1
         assert job.gone_within(10.0) == []
-        said = f"error: replay buffer gave no sign of life for {HANG_S} s (whole story in {job.output_dir / 'error.log'})\n"
-        assert job.err == said
         assert "replay_buffer gives no sign of life" in job.out, "who waits for whom was shown"
     newest = checkpoint.to_resume("latest", job.output_dir)
     assert newest is not None
     assert checkpoint.read_progress(newest).step >= 2
+    then = f"resume=latest goes on from {newest}, what came after it is lost (whole story in {job.output_dir / 'error.log'})"
+    assert job.err == f"error: replay buffer gave no sign of life for {HANG_S} s; {then}\n"
 
 
 DEADLY = """

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from signal import SIGHUP, SIGINT, SIGTERM
 
 import pytest
 
-from monarch_rl.checkpoint import folder_of
-from monarch_rl.config import Config
-from monarch_rl.running import Running
-from monarch_rl.types import Version
+from monarch_rl import checkpoint
+from monarch_rl.config import UserError
+from monarch_rl.job import failed
+from monarch_rl.lives import Progress
+from monarch_rl.meshes import ActorDied
 
 STUCK = """
 import asyncio, time
@@ -138,20 +137,17 @@ def test_a_second_signal_closes_without_a_checkpoint() -> None:
     assert process.returncode == 130
 
 
-async def test_a_run_whose_trainers_are_lost_while_it_saves_names_the_checkpoint_that_there_is(tmp_path: Path) -> None:
-    """They have gone back to an earlier step, and the one that was to be saved is undone."""
-
-    class Losing(Running):
-        async def halt(self) -> None: ...
-        async def restore(self) -> Version:
-            return Version(0, 16)
-
-        async def checkpoints(self) -> None: ...
-        async def checkpoint(self) -> Path:
-            return folder_of(tmp_path, 12)
-
-        @contextlib.asynccontextmanager
-        async def background(self) -> AsyncIterator[None]:
-            yield
-
-    assert await Losing(Config(output_dir=str(tmp_path))).stop() == folder_of(tmp_path, 12)
+def test_a_failure_names_the_checkpoint_to_go_on_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a mistake of the user's does not: it would be made again."""
+    log = f" (whole story in {tmp_path}/error.log)\n"
+    died = ActorDied("replay buffer was killed")
+    assert failed(died, tmp_path) == 1
+    assert capsys.readouterr().err == f"error: replay buffer was killed{log}"
+    folder = checkpoint.folder_of(tmp_path, 4)
+    checkpoint.unfinished(folder).mkdir(parents=True)
+    checkpoint.complete(folder, Progress(4, 32, {}), keep=1)
+    assert failed(died, tmp_path) == 1
+    said = f"error: replay buffer was killed; resume=latest goes on from {folder}, what came after it is lost{log}"
+    assert capsys.readouterr().err == said
+    assert failed(UserError("a wrong setting"), tmp_path) == 2
+    assert capsys.readouterr().err == f"error: a wrong setting{log}"
