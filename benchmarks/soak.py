@@ -121,6 +121,8 @@ class Soak:
             raise Failed("it did not end when it was interrupted") from None
         if code != 130 or "error: interrupted after step" not in self.err:
             raise Failed(f"it ended with {code}: {self.err[-2000:]}")
+        if not Path(saved := self.err.rpartition(" goes on from ")[2].strip()).is_dir():
+            raise Failed(f"the checkpoint that it names is not there: {saved}")
         deadline = time.monotonic() + GONE_S
         while (left := sorted(kind for kind, processes in self.living().items() for _ in processes)) and time.monotonic() < deadline:
             time.sleep(0.1)
