@@ -150,13 +150,15 @@ def _warm_up(llm: Any) -> None:
 
 def _remove_meeting_file() -> None:
     """Where an engine of one rank has met itself. Torch removes it at the orderly end of a process, to which ours do not come."""
-    from torch.distributed import FileStore, PrefixStore, distributed_c10d
+    from torch._C._distributed_c10d import FileStore, PrefixStore
+    from torch.distributed import distributed_c10d
 
-    store = distributed_c10d._get_default_store()
+    store: Any = distributed_c10d._get_default_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     if isinstance(store, FileStore):
-        Path(store.path).unlink(missing_ok=True)
+        path: str = getattr(store, "path")  # noqa: B009 - the stub does not know it
+        Path(path).unlink(missing_ok=True)
 
 
 def experts_to_keep(model_path: str) -> Experts | None:

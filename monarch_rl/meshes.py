@@ -143,7 +143,8 @@ class Meshes:
 
     async def renew(self, name: str) -> None:
         """End a mesh that was left, in whatever state it is, and start its processes again where they were."""
-        placed, process = self._placed[name], self._meshes[name][1]
+        placed = self._placed[name]
+        process: Any = self._meshes[name][1]
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_DEADLINE_S):
                 self._former.add(await process._name.as_asyncio())
