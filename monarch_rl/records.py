@@ -132,14 +132,14 @@ class Records:
 
     def spans(self, lane: str, records: list[Record]) -> None:
         spans = [record for record in records if isinstance(record, Span)]
-        if lane not in self.recent:
-            self._forget_silent()
+        if spans and lane not in self.recent:
+            self._forget_silent(spans[-1].end_ns)
         self.recent.setdefault(lane, deque(maxlen=RECENT)).extend(spans)
         self.trace.add(lane, records)
         self.console.spans(lane, spans)
 
-    def _forget_silent(self) -> None:
-        since_ns = time.time_ns() - int(SILENT_S * 1e9)
+    def _forget_silent(self, now_ns: int) -> None:
+        since_ns = now_ns - int(SILENT_S * 1e9)
         self.recent = {lane: spans for lane, spans in self.recent.items() if spans and spans[-1].end_ns > since_ns}
 
     def start(self) -> None:
