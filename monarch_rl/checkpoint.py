@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -148,7 +149,12 @@ class Saver:
 
     def __init__(self, group: ProcessGroup | None, apart: bool = False) -> None:
         """`group`: of its own, with a CPU backend, as training goes on in the others. `apart`: by a process, where there will be many."""
+        from torch.distributed import get_world_size, is_initialized
+
         self._group, self._apart = group, apart and sys.platform == "linux"
+        self._alone = not is_initialized() or get_world_size(group) == 1
+        """A rank alone asks nobody: what torch sends of a plan is pickled, while the trainer waits for the interpreter."""
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._process: WriterProcess | None = None
         self._writing: Future[None] | None = None
@@ -214,7 +220,7 @@ class Saver:
 
         try:
             with _one_line(OSError, f"the checkpoint cannot be written in {folder}"):
-                save(self._copy, storage_writer=writer(folder, self._process), process_group=self._group)
+                save(self._copy, storage_writer=writer(folder, self._process), process_group=self._group, no_dist=self._alone)
         except OSError as error:
             told(error)
         else:
