@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch_rl.cluster.child import die_with_parent
 from monarch_rl.cluster.local import ROLE
+from monarch_rl.supervise import manner
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
@@ -60,7 +61,7 @@ class WriterProcess:
         os.ftruncate(file, size)
         self._memory, self._pinned = mmap.mmap(file, size), pinned
         self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        if pinned and torch.cuda.cudart().cudaHostRegister(self._base, size, HOST_REGISTER_PORTABLE):
+        if pinned and int(torch.cuda.cudart().cudaHostRegister(self._base, size, HOST_REGISTER_PORTABLE)):  # the enum itself is always true
             raise RuntimeError(f"{size} bytes for the copy of a checkpoint cannot be pinned")
         with torch.no_grad():
             for tensor in tensors:
@@ -121,11 +122,7 @@ class WriterProcess:
         try:
             return self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            raise OSError(f"the process that writes it has ended ({_exit(self._process.wait())})") from None
-
-
-def _exit(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
+            raise OSError(f"the process that writes it {manner(self._process.wait())}") from None
 
 
 def _at(memory: mmap.mmap, place: Place) -> Tensor:

@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
 
 import pytest
 
-from tests.e2e.jobs import ROOT, SMALL, START_S, Job, started
+from tests.e2e.jobs import SMALL, Job, command, said, started
 from tests.unit.test_trace import check
 
 pytestmark = pytest.mark.timeout(600)
 
 STEPS = 4
-
-
-def command(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "monarch_rl.run", *arguments],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        text=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-
-
-def said(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=START_S)
-    return process.returncode, out, err
 
 
 def steps_of(out: str) -> list[str]:

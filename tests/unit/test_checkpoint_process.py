@@ -89,7 +89,7 @@ def test_what_it_cannot_write_is_one_line(mesh: DeviceMesh, tmp_path: Path) -> N
     assert saved(saver, one, tmp_path / "c") is None  # it goes on
     process._process.kill()
     error = saved(saver, one, tmp_path / "d")
-    assert str(error).endswith("the process that writes it has ended (killed by signal 9)")
+    assert str(error).endswith("the process that writes it was killed by signal 9 (SIGKILL)")
     saver.close()
 
 
