@@ -32,7 +32,7 @@ END_DEADLINE_S = 2.0
 LEAVE_S = 0.1
 """From when a process says that it ends until it does, for the word to get out."""
 DEATH_NOTICE_S = 1.5
-"""Monarch looks after its processes twice a second; so long may it take to hear of a death after its consequences."""
+"""So long may it take to hear of a death after its consequences; where the kernel does not tell, Monarch looks twice a second."""
 MANNER_S = 0.5
 """For Monarch to tell how a process has ended, where it has asked the kernel first."""
 
@@ -71,7 +71,7 @@ class Meshes:
 
     def watch(self) -> None:
         """Hear of deaths from now on. Monarch has one hook for it in a process, so this is for one session at a time."""
-        set_monarch_up()
+        set_monarch_up(self._config.cluster.kind == "local")
         import monarch.actor
 
         loop = asyncio.get_running_loop()

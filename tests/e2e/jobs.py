@@ -17,8 +17,11 @@ from typing import Any
 import psutil
 
 from monarch_rl.cluster.local import ROLE
+from monarch_rl.cluster.machine import POLL
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != POLL} | {"PYTHONPATH": str(ROOT)}
+"""As a user's: a run sets Monarch up itself."""
 SMALL = ["recipe=grpo_qwen", "buffer.prompts_per_step=8", "eval.prompts=8", "console.rollouts_every=0", "trainer.warmup_steps=1"]
 MAIN_STEPS = 8
 MAIN = f"""recipe=grpo_qwen steps={MAIN_STEPS} buffer.prompts_per_step=16 eval.prompts=64 eval.every=4 trainer.warmup_steps=2
@@ -53,7 +56,7 @@ class Job:
             self.process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=os.environ | {"PYTHONPATH": str(ROOT)} | dict(environment or {}),
+                env=ENVIRONMENT | dict(environment or {}),
                 stdout=out,
                 stderr=err,
                 stdin=subprocess.DEVNULL,
@@ -183,7 +186,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "monarch_rl.run", *arguments],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=ENVIRONMENT,
         text=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

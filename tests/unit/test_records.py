@@ -17,6 +17,7 @@ from monarch_rl.observe.timeline import Span
 from monarch_rl.observe.trace import Trace
 from monarch_rl.records import ROWS, Records, too_slow
 from monarch_rl.types import Version
+from tests.replies import replied
 
 
 @pytest.fixture
@@ -29,10 +30,7 @@ def records(tmp_path: Path) -> Records:
     made._trackers = SimpleNamespace(row=lambda row: None)  # type: ignore[assignment]
 
     def asked(found: Any) -> Any:
-        async def answered() -> Any:
-            return found
-
-        return SimpleNamespace(call_one=lambda *_: SimpleNamespace(as_asyncio=answered))
+        return SimpleNamespace(call_one=lambda *_: replied(found))
 
     made.begin(Version(0, 0), SimpleNamespace(collect=asked(([], {}))), SimpleNamespace(stats=asked({})))  # type: ignore[arg-type]
     return made

@@ -28,7 +28,7 @@ class Streaming:
     def __init__(self, answers: dict[tuple[int, ...], Generation] | None = None) -> None:
         self.answers, self.asked, self.met = answers, [], []
         self.die = asyncio.Event()
-        self.generate: Any = SimpleNamespace(call_one=self._generate)
+        self.generate = self._generate
         self.introduce: Any = SimpleNamespace(call_one=self._introduce)
 
     async def _introduce(self, worker: str, port: Any) -> None:
@@ -43,13 +43,20 @@ class Streaming:
         return [self.answers[tuple(ids)] for _ in seeds]
 
 
+class Asked:
+    """What is called is no endpoint here."""
+
+    async def one(self, method: Any, *args: Any) -> Any:
+        return await method(*args)
+
+
 def streaming(*replicas: Any) -> tuple[Routes[Any], Streams]:
     with silent_stderr():
         import monarch.actor
 
         monarch.actor.context()
     routes = Routes(dict(enumerate(replicas)))
-    return routes, Streams(routes, "rollout 0", burst_tokens=4)
+    return routes, Streams(routes, Asked(), "rollout 0", burst_tokens=4)  # type: ignore[arg-type]
 
 
 async def settle() -> None:
