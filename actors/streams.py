@@ -13,7 +13,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from monarch_rl.calls import Calls
-from monarch_rl.engine_setup import is_lost
+from monarch_rl.engine_errors import is_lost
 from monarch_rl.routes import Routes
 from monarch_rl.supervise import together
 from monarch_rl.trajectory import spliced

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from monarch_rl.config import UserError
-from monarch_rl.meshes import DEATH_NOTICE_S, ActorDied, Meshes
+from monarch_rl.meshes import DEATH_NOTICE_S, ActorDied, Meshes, unless_dead
 from monarch_rl.supervise import cause, obituary
 
 LOOKS = 4
@@ -126,7 +126,7 @@ class Pool(Generic[A]):
         """
         assert self._tasks is not None
         try:
-            await self._kind.ready(number, self.live[number])
+            await unless_dead(self._kind.ready(number, self.live[number]), self._meshes.leave(self._name(number)))
         except Exception as error:
             await self.bury(number)
             raise UserError(f"{self._kind.name} {number} could not be added: {cause(error)}") from error

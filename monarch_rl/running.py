@@ -15,7 +15,7 @@ from monarch_rl.config import Config
 from monarch_rl.evaluation import Evaluated, evaluate
 from monarch_rl.lives import Progress
 from monarch_rl.loop import TrainerRestarted
-from monarch_rl.meshes import START_DEADLINE_S, ActorDied, Meshes
+from monarch_rl.meshes import START_DEADLINE_S, Meshes, first_failure
 from monarch_rl.observe import timeline
 from monarch_rl.observe.metrics import trainer_figures
 from monarch_rl.recorded import Witness
@@ -98,7 +98,7 @@ class Running:
             return
         if self._published is None:
             self._plans = await self._replicas.started()
-            over = await answer(self._trainers.ranks.transport.call(), "trainers (transport)", START_DEADLINE_S)
+            over = await self._trainers.answer(self._trainers.ranks.transport.call(), "trainers (transport)", START_DEADLINE_S)
             self._records.console.say(self._plans[0].summary(" and ".join(sorted(set(over.values())))))
             self._source = await self._trainers.open_rings(self._plans)
         elif version == self._published:
@@ -118,7 +118,7 @@ class Running:
                 for watch in watches:
                     watch.cancel()
         except BaseExceptionGroup as group:
-            raise _first(group) from None
+            raise first_failure(group) from None
 
     async def train_step(self, step: int) -> Mapping[str, float] | None:
         await self._go.wait()
@@ -287,7 +287,7 @@ class Running:
 
     def _over(self, keeper: asyncio.Task[None]) -> None:
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
-            self._state = f"failed: {root(_first(error))}"
+            self._state = f"failed: {root(first_failure(error))}"
 
     async def _kept(self) -> None:
         """Raises what ends the background."""
@@ -307,7 +307,8 @@ class Running:
             if step != self.version.step + 1:
                 raise TrainerRestarted
             try:
-                ranks = list((await answer(self._trainers.ranks.step.call(step), f"trainers (step {step})", None)).values())
+                stepped = self._trainers.ranks.step.call(step)
+                ranks = list((await self._trainers.answer(stepped, f"trainers (step {step})", None)).values())
             except Exception as error:
                 raise Halted(f"stopped before step {step}") if self._halted else error from None
             for rank, stepped in enumerate(ranks):
@@ -355,7 +356,7 @@ class Running:
         self._records.go_back(version)
         self._unrecorded, self._published = None, version
         self._source = await self._trainers.open_rings(self._plans)
-        await answer(self._trainers.ranks.publish.call(version), "trainers (publish)", START_DEADLINE_S)
+        await self._trainers.answer(self._trainers.ranks.publish.call(version), "trainers (publish)", START_DEADLINE_S)
         self._replicas.renew(self._source)
         self._trainers.are_renewed()
 
@@ -379,7 +380,7 @@ class Running:
         while True:
             async with self._outlived(), self._turn:
                 self._trainers.check()
-                return await answer(ask(self._trainers.ranks), f"trainers ({what})", START_DEADLINE_S)
+                return await self._trainers.answer(ask(self._trainers.ranks), f"trainers ({what})", START_DEADLINE_S)
 
     async def _evaluate(self, of: Version) -> None:
         evaluated = await self._evaluated(self.config.eval.prompts, of)
@@ -393,10 +394,3 @@ class Running:
             if not evaluated.mixed:  # else the replica was lost
                 return evaluated
         return await evaluate(self._rollouts.routes, prompts, of.pack(), task)
-
-
-def _first(error: BaseException) -> BaseException:
-    """The failure that ended a task group: a root cause before what it dragged along."""
-    while isinstance(error, BaseExceptionGroup):
-        error = min(error.exceptions, key=lambda e: isinstance(e, ActorDied))
-    return error

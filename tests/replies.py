@@ -20,6 +20,13 @@ class Reply:
         return self.future.__await__()
 
 
+class Called:
+    """In place of `Calls`, where endpoints are plain methods."""
+
+    async def one(self, method: Any, *args: Any) -> Any:
+        return await method(*args)
+
+
 def replied(value: Any = None) -> Reply:
     """One that has come."""
     reply = Reply()

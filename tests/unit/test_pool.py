@@ -145,6 +145,16 @@ async def test_a_replacement_that_cannot_start_is_replaced_in_its_turn() -> None
         assert made.hands.heard == [("joins", 0), ("lost", 0), ("lost", 1), ("lost", 2), ("joins", 3)]
 
 
+async def test_one_that_dies_while_it_starts_is_replaced_at_once() -> None:
+    async with rig() as made:
+        made.hands.may_start.clear()
+        made.die(0)
+        await made.until(lambda: 1 in made.pool.live)
+        made.die(1)
+        await made.until(lambda: 2 in made.pool.live)
+        assert made.said[1] == "hand 1 could not be added: hand 1 was killed; hand 2 takes its place"
+
+
 async def test_of_one_that_is_lost_its_users_hear_while_another_still_starts() -> None:
     async with rig(count=2) as made:
         made.hands.may_start.clear()

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from actors.streams import Streams, continued_seed
-from monarch_rl.engine_setup import EngineError
+from monarch_rl.engine_errors import EngineError
 from monarch_rl.observe.quiet import silent_stderr
 from monarch_rl.routes import Routes
 from monarch_rl.types import FinishReason, Generation, Sampling, Version
+from tests.replies import Called
 
 
 def sampled(ids: list[int], version: int, reason: FinishReason = "abort", replica: int = 0) -> Generation:
@@ -43,20 +44,13 @@ class Streaming:
         return [self.answers[tuple(ids)] for _ in seeds]
 
 
-class Asked:
-    """What is called is no endpoint here."""
-
-    async def one(self, method: Any, *args: Any) -> Any:
-        return await method(*args)
-
-
 def streaming(*replicas: Any) -> tuple[Routes[Any], Streams]:
     with silent_stderr():
         import monarch.actor
 
         monarch.actor.context()
     routes = Routes(dict(enumerate(replicas)))
-    return routes, Streams(routes, Asked(), "rollout 0", burst_tokens=4)  # type: ignore[arg-type]
+    return routes, Streams(routes, Called(), "rollout 0", burst_tokens=4)  # type: ignore[arg-type]
 
 
 async def settle() -> None:
