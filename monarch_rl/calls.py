@@ -6,6 +6,7 @@ Of every port that an answer was ever sent to Monarch keeps a kilobyte for ever,
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Calls:
 
         port, answers = self._free.pop() if self._free else _open()
         send(endpoint, args, kwargs, port, "choose")  # "all" would have another port for each message, in between
-        answered = answers.recv().as_asyncio()
+        answered: asyncio.Future[T] = answers.recv().as_asyncio()
         try:
             return await answered
         finally:
