@@ -91,6 +91,7 @@ async def test_episodes_go_on_from_what_a_killed_replica_has_streamed(generators
     await until(lambda: all(len(sampled(streamed[index])) >= kept for index in running))
     os.kill(doomed.pid, signal.SIGKILL)
     routes.add(1, heir.actor)
+    routes.lose(0)  # as the controller tells
     generations = await asyncio.wait_for(asked, 60)
 
     assert 0 < DIES_AFTER - kept < BURST, "so many tokens of each running episode are lost"
