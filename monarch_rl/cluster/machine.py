@@ -27,10 +27,13 @@ def monarch_environment(local: bool) -> dict[str, str]:
     """What Monarch reads when it is imported: a dead process is noticed within a second, and stopping takes seconds.
 
     Args:
-        local: all processes are of this host, where the kernel tells of their end. What befalls an actor Monarch tells without being asked.
+        local: all processes are of this host, where the kernel tells of their end and they end with this one. What befalls an actor Monarch
+            tells unasked.
     """
+    often = {POLL: "500ms"}
+    seldom = {POLL: "30s", "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "300s"}  # an actor that is not asked for so long would be stopped
     return {
-        POLL: "10s" if local and can_hear() else "500ms",
+        **(seldom if local and can_hear() else often),
         "HYPERACTOR_PROCESS_EXIT_TIMEOUT": "1s",
         "HYPERACTOR_CLEANUP_TIMEOUT": "500ms",
         "MONARCH_RDMA_MAX_CHUNK_SIZE_MB": "8",

@@ -259,4 +259,4 @@ def test_monarch_finds_its_settings_when_a_session_imports_it_first() -> None:
     """It reads them once."""
     bare = {key: value for key, value in os.environ.items() if key not in monarch_environment(local=True)}
     done = subprocess.run([sys.executable, "-c", FIRST_IMPORT], env=bare, capture_output=True, text=True, timeout=200)
-    assert done.stdout == ("10s\n" if can_hear() else "500ms\n"), done.stderr
+    assert done.stdout == ("30s\n" if can_hear() else "500ms\n"), done.stderr
