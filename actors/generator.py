@@ -128,14 +128,14 @@ class Generator(Actor):
         self._workers[worker] = port
 
     @concurrent_endpoint
-    async def follow(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str], base: dict[str, int]) -> None:
+    async def follow(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str], base: list[dict[str, int]]) -> None:
         """Pull and swap every version that the trainers publish, until `unfollow`, or until they are gone. A second call takes the place
         of the first.
 
         Args:
             rings: of each trainer rank: for each rank of a generator its slots.
             plans: digests of the load plans that the slots are laid out for, by rank.
-            base: the trainer's fingerprints of the base model; empty where all weights travel, or nothing is to be compared.
+            base: the trainer's fingerprints of the base model, by rank; empty where all weights travel, or nothing is to be compared.
 
         Raises:
             WeightsDiffer: the engine has read another base model than the trainer.
@@ -226,10 +226,9 @@ class Generator(Actor):
         return await self._engine.fingerprints()
 
     @concurrent_endpoint
-    async def base_fingerprints(self) -> dict[str, int]:
+    async def base_fingerprints(self) -> list[dict[str, int]]:
         """The same of the base model, where only adapters travel."""
-        (found,) = await self._engine.fingerprints(base=True)
-        return found
+        return await self._engine.fingerprints(base=True)
 
     @concurrent_endpoint
     async def shut(self) -> None:
@@ -328,13 +327,13 @@ class Generator(Actor):
         self._pulls.bytes_per_pull, self._pulls.deltas = self._moved, self._puller.deltas
         self._swapped(version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - tokens_before)
 
-    async def _check_base(self, expected: dict[str, int]) -> None:
+    async def _check_base(self, expected: list[dict[str, int]]) -> None:
         from monarch_rl.weights.pull import WeightsDiffer
 
         if self._base_checked or not expected:
             return
-        (found,) = await self._engine.fingerprints(base=True)
-        if other := [name for name in expected | found if expected.get(name) != found.get(name)]:
+        ranks = zip(expected, await self._engine.fingerprints(base=True), strict=True)
+        if other := [name for own, found in ranks for name in own | found if own.get(name) != found.get(name)]:
             raise WeightsDiffer(
                 f"{self.name}: the base model that it has read from {self._directory} is not the trainer's: {other[0]} differs"
             )

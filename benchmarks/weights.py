@@ -143,7 +143,7 @@ async def rates(config: Config, generator: Any, caller: Any, plan: LoadPlan, opt
     """Tokens per second of neighbouring turns, with and without versions arriving."""
     turns = make_turns(config, Namespace(groups=128, turns=2 * options.turns, at_once=32), 32)
     async with system(config, plan, 0) as (stager, _, (publishers, rings)):
-        following = generator.follow.call_one(publishers, rings, [plan.digest], {}).as_asyncio()
+        following = generator.follow.call_one(publishers, rings, [plan.digest], []).as_asyncio()
         found: tuple[list[float], list[float]] = [], []
         for number, work in enumerate(turns):
             publishing = number % 2 == 0

@@ -31,8 +31,8 @@ class Source(NamedTuple):
     """Of each trainer rank: for each rank of a generator its slots."""
     plans: list[str]
     """Digests of the load plans that the slots are laid out for, by rank of a generator."""
-    base: dict[str, int]
-    """Fingerprints of the base model that generators must have read, where only adapters travel."""
+    base: list[dict[str, int]]
+    """Fingerprints of the base model that the ranks of a generator must have read, where only adapters travel."""
 
 
 class Replicas:

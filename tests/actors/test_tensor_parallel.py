@@ -160,7 +160,7 @@ async def test_swaps_and_aborts_under_load_find_both_ranks_at_the_same_step(repl
             kept.append((prompt, await asked))
 
     async with replica.trainers(2) as (shards, source):
-        following = replica.first.follow.call_one(*source, {}).as_asyncio()
+        following = replica.first.follow.call_one(*source, []).as_asyncio()
         loads = [asyncio.ensure_future(load(seed)) for seed in range(12)]
         for _ in range(6):
             await replica.first.ready.call_one(await replica.publish(shards))

@@ -14,6 +14,7 @@ from monarch.actor import Actor, endpoint
 
 from monarch_rl.config import Config
 from monarch_rl.configure import load
+from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.rendering import Renderer
 from monarch_rl.session import Session
 from monarch_rl.types import Generation, Group, Sampling, Version
@@ -121,9 +122,9 @@ class Audit:
     def rows(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
-    def deltas(self) -> int:
-        """Pulls of all replicas that moved only what had changed."""
-        return sum(report.deltas for report in self._session._records.reports)
+    def reports(self) -> list[GeneratorReport]:
+        """What each replica said last, by number."""
+        return sorted(self._session._records.reports, key=lambda report: report.replica)
 
     def pulled(self) -> list[Version]:
         """Every version that some replica made live, from the timeline (written at the end)."""

@@ -7,13 +7,16 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterable
+from copy import copy, deepcopy
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from monarch_rl.replicas import Replicas
 from monarch_rl.types import Episode, Generation, Version
 from tests.e2e.audit_reference import Reference, Run, runs
 from tests.e2e.audit_system import DEADLINE_S, Audit, audit
@@ -224,14 +227,35 @@ async def test_three_uneven_ranks_in_step_with_their_generator(tmp_path: Path) -
         assert stats["mismatch/kl"] <= 1e-9
 
 
+@pytest.fixture
+def an_encoding_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Generator 0 pulls whole images, generator 1 deltas."""
+    process = Replicas._process
+
+    def with_its_own(replicas: Replicas, number: int) -> Any:
+        own = copy(replicas)
+        own._config = deepcopy(replicas._config)
+        own._config.weights.encoding = ("full", "delta")[number]
+        return process(own, number)
+
+    monkeypatch.setattr(Replicas, "_process", with_its_own)
+
+
 @pytest.mark.asyncio(loop_scope="module")
-async def test_bfloat16_generators_are_served_by_deltas_and_hold_the_trainers_weights_rounded(tmp_path: Path) -> None:
-    """Every version is held against the checksums of the trainer's image, the last one against the trainer itself. With `max_age=0` the
-    generator passes none over, so that each is a delta on what it holds."""
-    encoded = ["model.dtype=bfloat16", "trainer.lr=1e-6", "weights.encoding=delta", "weights.verify=every"]
-    made = audit(
-        tmp_path / "run", *encoded, "trainer.ranks=2", "steps=6", "buffer.prompts_per_step=4", "buffer.max_age=0", "buffer.dead_groups=keep"
-    )
-    await made.run()
-    assert made.held == [made.trained]
-    assert made.deltas() >= 0.9 * (len(made.pulled()) - 1) > 0
+async def test_whole_images_and_deltas_leave_the_same_bits_at_every_version(tmp_path: Path, an_encoding_each: None) -> None:
+    """Of one trainer in bfloat16 at a learning rate of 1e-6, whose weights, rounded, both generators hold. None passes a version over."""
+    rounded = ["model.dtype=bfloat16", "trainer.lr=1e-6", "weights.encoding=delta", "trainer.ranks=2", "generator.replicas=2", "steps=20"]
+    few = ["buffer.prompts_per_step=2", "buffer.max_age=0", "buffer.dead_groups=keep", "generator.max_new_tokens=16"]
+    made = audit(tmp_path / "run", *rounded, *few)
+    trained: list[dict[str, int]] = []
+    async with made.session() as session, session.background():
+        for step in range(made.config.steps + 1):
+            if step:
+                await made.train_step(step)
+            trained.append(await made.trainer_fingerprints())
+            assert await made.generator_fingerprints(min_step=step) == [trained[-1]] * 2, f"version {step}"
+    assert all(before != after for before, after in pairwise(trained)), "a version changed nothing"
+    full, delta = made.reports()
+    assert full.deltas == 0
+    assert delta.deltas >= 0.9 * (delta.pulled - 1)
+    assert min(full.pulled, delta.pulled) > made.config.steps

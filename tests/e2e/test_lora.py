@@ -54,8 +54,8 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         for replica in range(2):
             await made.ask(replica, min_step=STEPS)
         made.held, made.trained = await made.generator_fingerprints(), await made.trainer_fingerprints()
-        seen.bases = [next(iter((await session._trainers.ranks.fingerprints.call([seen.plan.base])).values()))[0]]
-        seen.bases += [await generator.base_fingerprints.call_one() for generator in session._replicas.live.values()]
+        seen.bases = next(iter((await session._trainers.ranks.fingerprints.call([seen.plan.base])).values()))
+        seen.bases += [(await generator.base_fingerprints.call_one())[0] for generator in session._replicas.live.values()]
         await session.save_model()
     return seen
 
@@ -113,3 +113,16 @@ def test_the_run_leaves_the_merged_model_and_the_adapter(seen: Seen) -> None:
     assert (expected - logits(load(tiny_path()))).abs().max() > 0.01
     on_base = PeftModel.from_pretrained(load(tiny_path()), str(seen.audit.folder / "adapter"))
     torch.testing.assert_close(logits(on_base), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_two_ranks_of_a_generator_hold_the_parts_of_adapters_that_they_need(tmp_path: Path) -> None:
+    """Each its own part of what two trainer ranks publish; together, at zero lag, they sample what the trainer computes (T=1)."""
+    wide = ["generator.tensor_parallel=2", "trainer.ranks=2", f"model.lora.rank={RANK}", "trainer.lr=1e-2", "weights.verify=every"]
+    made = audit(tmp_path / "run", *wide, "steps=3", "buffer.prompts_per_step=4", "buffer.max_age=0", "weights.encoding=delta")
+    await made.run()
+    assert made.held == [made.trained]
+    assert {name.rpartition(" ")[2] for name in made.trained} == {"0", "1"}
+    for stats in made.stats:
+        assert stats["mismatch/max_abs"] <= MOST
+        assert stats["mismatch/mean_abs"] <= MEAN
