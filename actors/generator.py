@@ -128,7 +128,9 @@ class Generator(Actor):
         self._workers[worker] = port
 
     @concurrent_endpoint
-    async def follow(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str], base: list[dict[str, int]]) -> None:
+    async def follow(
+        self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str], base: list[dict[str, int]]
+    ) -> None:
         """Pull and swap every version that the trainers publish, until `unfollow`, or until they are gone. A second call takes the place
         of the first.
 

@@ -10,12 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from monarch_rl.model_config import LoraConfig
+from monarch_rl.models import PolicyModel, adapter_weights, add_adapters, local_shards
 from monarch_rl.types import Version
-from monarch_rl.weights import transport
+from monarch_rl.weights import adapters, transport
 from monarch_rl.weights.board import Board, Offer
 from monarch_rl.weights.plan import LoadPlan, Piece, shard_rows
 from monarch_rl.weights.pull import Puller, RejectedPull, Target, WeightsDiffer, common
 from monarch_rl.weights.slots import Ring
+from tests.batches import small_model
 
 PLAN = LoadPlan(
     (
@@ -221,6 +224,30 @@ async def test_a_delta_that_arrives_damaged_leaves_the_base_as_it_was(monkeypatc
         await puller.pull(target)
     await swapped(puller, target, live)
     assert puller.deltas == 1
+
+
+async def test_adapters_of_which_little_has_changed_travel_as_deltas() -> None:
+    """B is made anew for each publish, with the scale in it."""
+    lora = LoraConfig(rank=3, alpha=7)
+    model = PolicyModel(add_adapters(small_model(), lora, seed=0), 64)
+    shapes = adapters.shapes(small_model(), lora)
+    plan = LoadPlan(tuple(Piece(name, shape, 0, shape[0], 0, shape[1], "bfloat16") for name, shape in shapes.items()))
+    board = Board()
+    ring = Ring([plan], rank=0, world=1, slots=3, board=board, deltas=True)
+    puller, generator = Puller(plan, [ring.register()], encoding="delta"), torch.Generator().manual_seed(0)
+    live = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes.values()]
+    for step in range(4):
+        for weight in adapter_weights(model.causal_lm).values():
+            weight.add_((0.1 if step == 0 else 1e-5) * torch.randn(weight.shape, generator=generator))
+        sealed: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
+        board.listen(lambda offer, sealed=sealed: None if offer.version.step < step else sealed.set_result(offer))  # noqa: B023
+        ring.publish(local_shards(model), Version(0, step))
+        target = common([await sealed])
+        assert target is not None
+        await swapped(puller, target, live)
+        expected = [sent.bfloat16() for sent in local_shards(model).values()]
+        assert all(torch.equal(view, sent) for view, sent in zip(live, expected, strict=True))
+        assert puller.deltas == step
 
 
 async def test_where_all_has_changed_the_image_is_pulled() -> None:
