@@ -339,8 +339,9 @@ class Engine:
         write, compare = self._staged[version]
         with torch.no_grad():
             write(self._views)
+            self._load()
             pack(self._experts)
-        if self._views[0].is_cuda:
+        if torch.cuda.is_available():
             torch.cuda.synchronize()  # the staging memory is free to be filled again when this returns
         self._llm.set_weight_version(str(version.pack()))
         self._version = version
@@ -389,7 +390,8 @@ class Engine:
         count_tokens(self._llm, self._count)
         (model,) = self._llm.apply_model(lambda model: model)
         self._experts = experts_to_pack(model)
-        self._plan, self._views, self._base_views, self._adapter = record_loads(self._llm, model, self._model_path, self._lora)
+        loads = record_loads(self._llm, model, self._model_path, self._lora)
+        self._plan, self._views, self._base_views, self._adapter, self._load = loads
         if self._tensor_parallel > 1:
             self._jobs.lockstep = Lockstep(self._llm)
         return self._plan

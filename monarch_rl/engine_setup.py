@@ -8,9 +8,10 @@ import importlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch_rl import engine_adapter
 from monarch_rl.config import UserError
@@ -328,18 +329,45 @@ def _kv_bytes(config: Any, context: int, dtype: str) -> int:
     return int(2 * config.num_hidden_layers * heads * size * tokens * (4 if dtype == "float32" else 2))
 
 
-def record_loads(llm: Any, model: Any, model_path: str, lora: LoraConfig | None) -> tuple[LoadPlan, list[Tensor], list[Tensor], Any]:
-    """The plan of what arrives, where its pieces go, where those of its base are (with adapters), and what requests say of the adapter."""
+class Loads(NamedTuple):
+    """How weights arrive in an engine."""
+
+    plan: LoadPlan
+    views: list[Tensor]
+    """Where the pieces go."""
+    base_views: list[Tensor]
+    """Where those of the base model are, with adapters."""
+    adapter: Any = None
+    """What requests say of it."""
+    load: Callable[[], object] = lambda: None
+    """To be called when all pieces of a version are where they go."""
+
+
+def record_loads(llm: Any, model: Any, model_path: str, lora: LoraConfig | None) -> Loads:
+    """Raises PlanError: weights cannot arrive, whole or by copies."""
     from vllm.config import set_current_vllm_config
 
-    from monarch_rl.weights.plan import record
+    from monarch_rl.weights.plan import PlanError, record, record_whole
 
     weights, adapter = tensor_shapes(model_path, lora)
     # Some of vLLM's models are built on transformers' classes and look for the configuration wherever one is made.
     with set_current_vllm_config(llm.vllm_config):
-        if lora is None:
-            return *record(model, weights), [], None
-        return *engine_adapter.record_adapter(llm, model, weights, adapter, lora.rank), engine_adapter.request()
+        if lora is not None:
+            return Loads(*engine_adapter.record_adapter(llm, model, weights, adapter, lora.rank), engine_adapter.request())
+        try:
+            return Loads(*record(model, weights), [])
+        except PlanError as error:
+            plan, views, load = record_whole(model, partial(_load_as_saved, llm, model, _without_weights(model_path)), weights, str(error))
+            return Loads(plan, views, [], load=load)
+
+
+def _load_as_saved(llm: Any, model: Any, source: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Have the model's own loader take what transformers would write into a checkpoint of `source`."""
+    from transformers.core_model_loading import revert_weight_conversion
+    from vllm.config import set_current_vllm_config
+
+    with set_current_vllm_config(llm.vllm_config):
+        model.load_weights(iter(revert_weight_conversion(source, dict(tensors)).items()))
 
 
 def tensor_shapes(model_path: str, lora: LoraConfig | None = None) -> tuple[dict[str, Shape], dict[str, Shape]]:
@@ -348,15 +376,19 @@ def tensor_shapes(model_path: str, lora: LoraConfig | None = None) -> tuple[dict
     Raises:
         UserError: the adapters do not fit the model.
     """
+    from monarch_rl.weights import adapters
+
+    model = _without_weights(model_path)
+    if lora and count_experts(model.config) > 1:
+        raise UserError(f"model.lora.rank: adapters on a mixture of experts ({model.config.model_type}) are not supported")
+    weights = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    return weights, adapters.shapes(model, lora) if lora else {}
+
+
+def _without_weights(model_path: str) -> Any:
+    """The model as transformers makes it."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from monarch_rl.weights import adapters
-
-    config = AutoConfig.from_pretrained(model_path)
-    if lora and count_experts(config) > 1:
-        raise UserError(f"model.lora.rank: adapters on a mixture of experts ({config.model_type}) are not supported")
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    weights = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    return weights, adapters.shapes(model, lora) if lora else {}
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))

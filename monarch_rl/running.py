@@ -99,8 +99,7 @@ class Running:
         if self._published is None:
             self._plans = await self._replicas.started()
             over = await answer(self._trainers.ranks.transport.call(), "trainers (transport)", START_DEADLINE_S)
-            what = "weights travel" if self._plans[0].base is None else "adapters travel"
-            self._records.console.say(f"{what} over {' and '.join(sorted(set(over.values())))}")
+            self._records.console.say(self._plans[0].summary(" and ".join(sorted(set(over.values())))))
             self._source = await self._trainers.open_rings(self._plans)
         elif version == self._published:
             return  # the loop asks for it whenever it begins

@@ -1,7 +1,8 @@
 """Which rows of the trainer's tensors go where in the engine: recorded from the engine's own loader, then plain copies.
 
 A trainer cannot know how the engine cuts its parameters (fused qkv and gate/up, padded vocabulary). So the engine loads once
-from tensors without data and every copy that its loader makes is written down. Both sides work from that list.
+from tensors without data and every copy that its loader makes is written down. Both sides work from that list. Where the loader does
+more than copy, tensors travel whole to memory of their own, and the loader takes them from there at each swap (`record_whole`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from math import prod
 from typing import Any, cast
 
@@ -59,6 +60,13 @@ class LoadPlan:
     pieces: tuple[Piece, ...]
     base: LoadPlan | None = None
     """What the engine reads from the model's directory by itself, once, where only adapters travel."""
+    loader: str = ""
+    """Why the engine's own loader runs at each swap; empty where copies are enough."""
+
+    def summary(self, over: str) -> str:
+        """What travels and how, for the console."""
+        slower = f"; at each swap this model's own loader takes them, which is slower, for {self.loader}" if self.loader else ""
+        return f"{'adapters' if self.base else 'weights'} travel over {over}{slower}"
 
     @cached_property
     def digest(self) -> str:
@@ -107,8 +115,7 @@ def record_copies(
     Raises:
         PlanError: `load` computes with a tensor, ignores one, or copies what is no rectangle.
     """
-    if odd := [name for name, shape in tensors.items() if not shape or 0 in shape]:
-        raise PlanError(f"scalars and empty tensors cannot be sharded by rows: {_some(odd)}")
+    _check_rows(tensors)
     sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in tensors.items()}
     recorder = _Recorder(sources)
     with torch.no_grad(), recorder:
@@ -116,6 +123,29 @@ def record_copies(
     if ignored := [name for name in tensors if name not in recorder.used]:
         raise PlanError(f"the engine's loader ignores {_some(ignored)}")
     return LoadPlan(tuple(recorder.pieces)), recorder.views
+
+
+def record_whole(
+    model: nn.Module, load: Callable[[Mapping[str, Tensor]], object], tensors: Mapping[str, Shape], why: str
+) -> tuple[LoadPlan, list[Tensor], Callable[[], object]]:
+    """What `record` gives, where the loader does more than copy, and what is to be called when the destinations are filled: they are memory
+    beside the model, from which `load` takes them. The model is left without weights.
+
+    Raises:
+        PlanError: `load` ignores a tensor, or leaves elements of a parameter untouched (which it is shown by tensors without a number).
+    """
+    _check_rows(tensors)
+    dtype = next(model.parameters()).dtype
+    memory = {name: torch.full(shape, torch.nan, dtype=dtype) for name, shape in tensors.items()}
+    watch = _Watch(memory)
+    with torch.no_grad(), watch:
+        load(memory)
+    if ignored := [name for name in tensors if name not in watch.used]:
+        raise PlanError(f"the engine's loader ignores {_some(ignored)}")
+    _check_filled(model, lambda parameter, rows: bool((parameter if rows is None else parameter[:rows]).isnan().all()))
+    kind = str(dtype).removeprefix("torch.")
+    pieces = tuple(Piece(name, tuple(shape), 0, shape[0], 0, prod(shape[1:]), kind) for name, shape in tensors.items())
+    return LoadPlan(pieces, loader=why), [memory[piece.name].view(piece.rows, piece.cols) for piece in pieces], partial(load, memory)
 
 
 def shard_rows(rows: int, rank: int, world: int) -> tuple[int, int]:
@@ -218,6 +248,21 @@ class _Recorder(TorchDispatchMode):
         self.pieces.append(Piece(name, tuple(whole.shape), row0, rows, col0, cols, str(destination.dtype).removeprefix("torch.")))
 
 
+class _Watch(TorchDispatchMode):
+    """Writes down which tensors the loader reads."""
+
+    def __init__(self, sources: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.used: set[str] = set()
+        self._names = {_storage(tensor): name for name, tensor in sources.items()}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if not _is_view(func):
+            storages = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            self.used |= {self._names[storage] for storage in storages & self._names.keys()}
+        return func(*args, **kwargs or {})
+
+
 def _rectangle(name: str, whole: Tensor, part: Tensor) -> tuple[int, int, int, int]:
     """(row0, rows, col0, cols) of a view in its tensor, both seen as matrices."""
     width = prod(whole.shape[1:])
@@ -261,11 +306,25 @@ def _check_coverage(model: nn.Module, views: Sequence[Tensor]) -> None:
     owned = {_storage(tensor) for tensor in (*model.parameters(), *model.buffers())}
     if set(filled) - owned:
         raise PlanError("the engine's loader copies into memory that is no parameter of the model")
+    _check_filled(model, lambda parameter, rows: _covered(parameter, rows, filled.get(_storage(parameter), [])))
+
+
+def _check_rows(tensors: Mapping[str, Shape]) -> None:
+    if odd := [name for name, shape in tensors.items() if not shape or 0 in shape]:
+        raise PlanError(f"scalars and empty tensors cannot be sharded by rows: {_some(odd)}")
+
+
+def _check_filled(model: nn.Module, is_filled: Callable[[Tensor, int | None], bool]) -> None:
+    """An emptied parameter (its weights were packed elsewhere) is not.
+
+    Args:
+        is_filled: by tensors of the trainer; is given the parameter, and its rows where they are not all.
+    """
     bare = [
         f"{prefix}{'.' * bool(prefix)}{name}"
         for prefix, module in model.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
-        if not _covered(parameter, _checkpoint_rows(module, parameter), filled.get(_storage(parameter), []))
+        if parameter.numel() == 0 or parameter.is_meta or not is_filled(parameter, _checkpoint_rows(module, parameter))
     ]
     if bare:
         raise PlanError(f"no trainer tensor fills all of {_some(bare)}")
@@ -278,9 +337,6 @@ def _checkpoint_rows(module: nn.Module, parameter: Tensor) -> int | None:
 
 
 def _covered(parameter: Tensor, rows: int | None, views: Sequence[Tensor]) -> bool:
-    """An emptied parameter (its weights were packed elsewhere) counts as not covered."""
-    if parameter.numel() == 0 or parameter.is_meta:
-        return False
     filled = torch.zeros(parameter.untyped_storage().nbytes() // parameter.itemsize, dtype=torch.bool)
     for view in views:
         filled.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(True)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from monarch_rl.weights.delta import apply_delta, element_size, encode
-from monarch_rl.weights.plan import LoadPlan, PlanError, apply, layout, record, region_bytes, shard_rows, stage
+from monarch_rl.weights.plan import LoadPlan, PlanError, apply, layout, record, record_whole, region_bytes, shard_rows, stage
 
 VOCABULARY, PADDED, HIDDEN, HEADS, KV, EXPERTS = 7, 16, 6, 4, 2, 3
 
@@ -253,3 +253,58 @@ def test_copies_outside_the_model_are_refused() -> None:
 def test_scalars_are_refused() -> None:
     with pytest.raises(PlanError, match="scale"):
         record(Engine(), {**SHAPES, "scale": ()})
+
+
+def computing() -> Engine:
+    """Transposes q and adds one to the norm."""
+
+    def load(self: Engine, name: str, tensor: Tensor) -> None:
+        Engine.load(self, name, tensor.t() if name == "q.weight" else tensor + 1 if name == "norm.weight" else tensor)
+
+    return engine_that(load)
+
+
+TRANSPOSED = {**SHAPES, "q.weight": (HIDDEN, HEADS)}
+
+
+def whole(engine: Engine, shapes: dict[str, tuple[int, ...]]) -> tuple[LoadPlan, list[Tensor], Callable[[], object]]:
+    return record_whole(engine, lambda tensors: engine.load_weights(tensors.items()), shapes, "it computes")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_loader_that_computes_is_given_whole_tensors(world: int, dtype: torch.dtype) -> None:
+    expected, engine = computing().to(dtype), computing().to(dtype)
+    plan, views, load = whole(engine, TRANSPOSED)
+    assert plan.loader
+    assert plan.digest != LoadPlan(plan.pieces).digest
+    for seed in range(2):
+        tensors = values(seed) | {"q.weight": torch.randn(HIDDEN, HEADS)}
+        with torch.no_grad():
+            expected.load_weights((name, tensor.to(dtype)) for name, tensor in tensors.items())
+            transfer(plan, views, tensors, world)
+            load()
+        for (name, want), got in zip(expected.named_parameters(), engine.parameters(), strict=True):
+            assert torch.equal(got, want), name
+
+
+def test_what_a_loader_of_whole_tensors_leaves_out_is_named() -> None:
+    with pytest.raises(PlanError, match=r"no trainer tensor fills all of norm, qkv\.weight$"):
+        whole(computing(), {name: shape for name, shape in TRANSPOSED.items() if name not in ("v.weight", "norm.weight")})
+    engine = engine_that(lambda self, name, tensor: None if name == "extra" else Engine.load(self, name, tensor))
+    with pytest.raises(PlanError, match="ignores extra"):
+        whole(engine, {**SHAPES, "extra": (2, 2)})
+    engine = Engine()
+    engine.register_parameter("packed", nn.Parameter(torch.empty(0)))
+    with pytest.raises(PlanError, match="packed"):
+        whole(engine, SHAPES)
+    with pytest.raises(PlanError, match="scale"):
+        whole(Engine(), {**SHAPES, "scale": ()})
+
+
+def test_the_console_hears_what_travels() -> None:
+    plan, _ = record(Engine(), SHAPES)
+    assert plan.summary("tcp") == "weights travel over tcp"
+    assert LoadPlan(plan.pieces, base=plan).summary("tcp") == "adapters travel over tcp"
+    said = "weights travel over tcp; at each swap this model's own loader takes them, which is slower, for it computes"
+    assert whole(computing(), TRANSPOSED)[0].summary("tcp") == said
