@@ -6,7 +6,8 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from itertools import chain, count, takewhile
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -50,17 +51,33 @@ class Target:
     """Of its publish."""
     sealed: list[Sealed]
     """By rank."""
+    before: tuple[list[Sealed], ...] = ()
+    """The same of the publishes before it as far as all ranks still hold them, from the last one back."""
 
     @property
     def version(self) -> Version:
         return self.sealed[0].version
 
 
+class Arriving(NamedTuple):
+    """One delta of one trainer rank."""
+
+    delta: Delta
+    memory: Tensor
+    """Where it arrives."""
+    pieces: list[tuple[Tensor, RDMABuffer]]
+    """What is read to where."""
+
+
 def common(offers: Sequence[Offer], number: int | None = None) -> Target | None:
     """The newest version that every rank holds, or the one of publish `number`; None where they have none in common."""
     numbers = set.intersection(*[set(offer.sealed) for offer in offers])
     found = max(numbers, default=None) if number is None else number
-    return None if found is None or found not in numbers else Target(found, [offer.sealed[found] for offer in offers])
+    if found is None or found not in numbers:
+        return None
+    back = takewhile(numbers.__contains__, count(found, -1))
+    target, *before = [[offer.sealed[each] for offer in offers] for each in back]
+    return Target(found, target, tuple(before))
 
 
 class Puller:
@@ -105,16 +122,14 @@ class Puller:
             RejectedPull: a slot was written over meanwhile, bytes do not match their checksum, or they came too late.
         """
         slots = [ring[sealed.slot] for ring, sealed in zip(self._slots, target.sealed, strict=True)]
-        deltas = self._usable(target.sealed)
+        deltas = self._usable(target)
         if deltas is None:
             self._holds = NOTHING
-            memory, data = self._regions, [(slot.data, transport.cut(size)) for slot, size in zip(slots, self._sizes, strict=True)]
+            regions = zip(self._regions, slots, strict=True)
+            parts = [(own[cut], part) for own, slot in regions for cut, part in zip(transport.cut(len(own)), slot.data, strict=True)]
         else:
-            memory, data = self._delta_memory, [self._pieces(*each) for each in zip(slots, deltas, self._sizes, strict=True)]
+            parts = [part for rank in deltas for arriving in rank for part in arriving.pieces]
         start = time.perf_counter()
-        parts = [
-            (own[cut], buffer) for own, (buffers, cuts) in zip(memory, data, strict=True) for buffer, cut in zip(buffers, cuts, strict=True)
-        ]
         await self._read(parts)
         self.moved = sum(len(part) for part, _ in parts)
         self._read_s = (time.perf_counter() - start) / max(1, self.moved)
@@ -144,19 +159,44 @@ class Puller:
         self._delta_memory = [torch.zeros(most_delta(size) if self._encoding != "full" else 0, dtype=torch.uint8) for size in self._sizes]
         self._holds = NOTHING
 
-    def _usable(self, sealed: Sequence[Sealed]) -> list[Delta] | None:
-        """The deltas of all ranks, where all lead on from what the staging memory holds, and are worth it."""
-        deltas = [delta for delta in (each.deltas[self._rank] for each in sealed) if delta is not None and delta.base == self._holds]
-        if self._encoding == "full" or len(deltas) < len(self._slots):
+    def _usable(self, target: Target) -> list[list[Arriving]] | None:
+        """For each trainer rank the deltas that lead on from what the staging memory holds, where all have them and they are worth it."""
+        if self._encoding == "full" or (publishes := self._chain(target)) is None:
             return None
-        nbytes = sum(delta.nbytes for delta in deltas)
+        arriving = [self._arriving(rank, [sealed[rank] for sealed in publishes]) for rank in range(len(self._slots))]
+        if None in arriving:
+            return None
+        known = cast(list[list[Arriving]], arriving)
+        nbytes = sum(each.delta.nbytes for rank in known for each in rank)
         pays = self._encoding == "delta" or (self.nbytes - nbytes) * self._read_s > nbytes * self._apply_s
-        return deltas if pays else None
+        return known if pays else None
 
-    def _pieces(self, slot: SlotBuffers, delta: Delta, size: int) -> tuple[list[RDMABuffer], list[slice]]:
-        """The registered pieces that hold a delta."""
-        cuts = [cut for cut in transport.cut(most_delta(size), delta_chunk(size)) if cut.start < delta.nbytes]
-        return slot.delta[: len(cuts)], cuts
+    def _chain(self, target: Target) -> list[list[Sealed]] | None:
+        """The publishes, by rank, from the one after what the staging memory holds up to the target."""
+        publishes: list[list[Sealed]] = []
+        for sealed in (target.sealed, *target.before):
+            bases = {None if delta is None else delta.base for delta in (each.deltas[self._rank] for each in sealed)}
+            if None in bases:
+                return None
+            publishes.insert(0, sealed)
+            if bases == {self._holds}:
+                return publishes
+        return None
+
+    def _arriving(self, rank: int, publishes: list[Sealed]) -> list[Arriving] | None:
+        """Each behind the one before; None where there is no room for all, who together are no smaller than an image then."""
+        memory, size, arriving = self._delta_memory[rank], self._sizes[rank], []
+        cuts = transport.cut(most_delta(size), delta_chunk(size))
+        for sealed in publishes:
+            delta = sealed.deltas[self._rank]
+            assert delta is not None
+            own = [cut for cut in cuts if cut.start < delta.nbytes]
+            if (end := own[-1].stop if own else 0) > len(memory):
+                return None
+            remote = self._slots[rank][sealed.slot].delta
+            arriving.append(Arriving(delta, memory[: delta.nbytes], [(memory[cut], remote[i]) for i, cut in enumerate(own)]))
+            memory = memory[end:]
+        return arriving
 
     async def _read(self, pieces: list[tuple[Tensor, RDMABuffer]]) -> None:
         try:
@@ -165,7 +205,7 @@ class Puller:
             self._allocate()  # what is still under way may arrive later: not in the memory of the next pull
             raise RejectedPull(f"the transport failed: {error}") from error
 
-    def _take(self, version: Version, deltas: list[Delta] | None) -> None:
+    def _take(self, version: Version, deltas: list[list[Arriving]] | None) -> None:
         """Prove what has arrived, and apply it where it is deltas."""
         self._prove_headers(version)
         if deltas is not None:
@@ -173,15 +213,16 @@ class Puller:
         self._prove_bytes(version)
         self._holds = version
 
-    def _apply(self, deltas: list[Delta]) -> None:
-        arrived = [memory[: delta.nbytes] for memory, delta in zip(self._delta_memory, deltas, strict=True)]
-        if [checksum(each) for each in arrived] != [delta.checksum for delta in deltas]:
-            raise RejectedPull(f"bytes of a delta on version {deltas[0].base} do not match their checksum")
+    def _apply(self, deltas: list[list[Arriving]]) -> None:
+        for delta, memory, _ in chain.from_iterable(deltas):
+            if checksum(memory) != delta.checksum:
+                raise RejectedPull(f"bytes of a delta on version {delta.base} do not match their checksum")
         self._holds = NOTHING  # unless all goes well
         start = time.perf_counter()
-        for each, region in zip(arrived, self._regions, strict=True):
-            apply_delta(each.numpy(), region, element_size(self._plan))
-        self._apply_s = (time.perf_counter() - start) / max(1, sum(map(len, arrived)))
+        for rank, region in zip(deltas, self._regions, strict=True):
+            for each in rank:
+                apply_delta(each.memory.numpy(), region, element_size(self._plan))
+        self._apply_s = (time.perf_counter() - start) / max(1, sum(each.delta.nbytes for rank in deltas for each in rank))
         self.deltas += 1
 
     def _prove_headers(self, version: Version) -> None:

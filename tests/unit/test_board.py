@@ -65,7 +65,8 @@ def test_a_reader_that_died_holds_no_slot_for_ever(monkeypatch: pytest.MonkeyPat
 def test_ranks_agree_on_the_newest_publish_that_all_have_sealed() -> None:
     """Their slots may differ: one rank may have passed over one that it keeps."""
     ahead, behind = offer({3: 0, 4: 2, 5: 1}), offer({2: 1, 3: 2, 4: 0})
-    assert common([ahead, behind]) == Target(4, [sealed(4, 2), sealed(4, 0)])
-    assert common([ahead, behind], 3) == Target(3, [sealed(3, 0), sealed(3, 2)])
+    third = [sealed(3, 0), sealed(3, 2)]
+    assert common([ahead, behind]) == Target(4, [sealed(4, 2), sealed(4, 0)], (third,))
+    assert common([ahead, behind], 3) == Target(3, third)
     assert common([ahead, behind], 5) is None
     assert common([offer({5: 0, 6: 1}), behind]) is None

@@ -14,10 +14,12 @@ from monarch_rl.model_config import LoraConfig
 from monarch_rl.models import PolicyModel, adapter_weights, add_adapters, local_shards
 from monarch_rl.types import Version
 from monarch_rl.weights import adapters, transport
+from monarch_rl.weights import pull as pull_module
+from monarch_rl.weights import slots as slots_module
 from monarch_rl.weights.board import Board, Offer
 from monarch_rl.weights.plan import LoadPlan, Piece, shard_rows
 from monarch_rl.weights.pull import Puller, RejectedPull, Target, WeightsDiffer, common
-from monarch_rl.weights.slots import Ring
+from monarch_rl.weights.slots import Ring, most_delta
 from tests.batches import small_model
 
 PLAN = LoadPlan(
@@ -196,16 +198,41 @@ async def test_deltas_lead_to_the_same_weights_as_whole_images(world: int) -> No
     assert full.moved == full.nbytes
 
 
-async def test_a_reader_that_missed_a_version_pulls_a_whole_image() -> None:
-    """A delta is only for those that hold what it is based on."""
-    trainers, live = Trainers(2, deltas=True), empty()
+@pytest.fixture
+def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As deltas are registered in, so that there is room for several."""
+    for module in (slots_module, pull_module):
+        monkeypatch.setattr(module, "delta_chunk", lambda region: 8)
+
+
+@pytest.mark.parametrize(("world", "slots"), [(1, 4), (2, 2)])
+async def test_a_reader_that_missed_versions_pulls_all_their_deltas_while_slots_hold_them(
+    world: int, slots: int, short_pieces: None
+) -> None:
+    trainers, live, step, deltas = Trainers(world, slots, deltas=True), empty(), 0, 0
     puller = Puller(PLAN, trainers.slots, encoding="delta")
     await swapped(puller, await trainers.publish(0), live)
-    await trainers.publish(1)
-    await swapped(puller, await trainers.publish(2), live)
+    for missed in (*range(slots), slots, 0):
+        for _ in range(missed + 1):
+            target = await trainers.publish(step := step + 1)
+        await swapped(puller, target, live)
+        deltas += missed < slots
+        assert puller.deltas == deltas, missed
+        assert all(torch.equal(view, piece.cut(weights(step)[piece.name])) for piece, view in zip(PLAN.pieces, live, strict=True))
+
+
+async def test_deltas_that_together_are_hardly_smaller_than_an_image_are_not_pulled(short_pieces: None) -> None:
+    trainers, live, sizes = Trainers(1, slots=4, deltas=True), empty(), 0
+    puller = Puller(PLAN, trainers.slots, encoding="delta")
+    await swapped(puller, await trainers.publish(0), live)
+    for step in (5, 10, 15):
+        target = await trainers.publish(step)
+        (delta,) = target.sealed[0].deltas
+        assert delta is not None
+        sizes += delta.nbytes
+    assert sizes > most_delta(puller.nbytes)
+    await swapped(puller, target, live)
     assert puller.deltas == 0
-    await swapped(puller, await trainers.publish(3), live)
-    assert puller.deltas == 1
 
 
 async def test_a_delta_that_arrives_damaged_leaves_the_base_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
