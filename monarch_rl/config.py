@@ -78,7 +78,7 @@ class WeightsConfig:
     transport: Literal["auto", "ibverbs", "tcp"] = "auto"
     """what pulls go over; auto: ibverbs where there is RDMA hardware, else TCP"""
     encoding: Literal["full", "delta", "auto"] = "full"
-    """what a pull moves: all weights; what has changed since the version before; or whichever of the two has been faster"""
+    """what a pull moves: all weights; what has changed since the version that is held; or whichever of the two has been faster"""
     verify: Literal["every", "first", "off"] = "first"
     """after which swaps a replica holds its live parameters against the trainer's checksums"""
 
