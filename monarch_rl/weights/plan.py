@@ -257,7 +257,7 @@ class _Watch(TorchDispatchMode):
         self._names = {_storage(tensor): name for name, tensor in sources.items()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if not _is_view(func):
+        if func._schema.is_mutable or not _is_view(func):
             storages = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
             self.used |= {self._names[storage] for storage in storages & self._names.keys()}
         return func(*args, **kwargs or {})
