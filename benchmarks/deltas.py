@@ -58,12 +58,13 @@ class Shape(NamedTuple):
     vocabulary: int
 
 
-MODELS = {"tiny": Shape(128, 2, 128), "0.5 B parameters": Shape(1024, 28, 151_936)}
+MODELS = {"tiny": Shape(128, 2, 128), "0.5B": Shape(1024, 28, 151_936)}
 
 
-async def measure(config: Config, _: LoadPlan, __: Namespace) -> tuple[str, Row]:
+async def measure(config: Config, _: LoadPlan, options: Namespace) -> tuple[str, Row]:
     made, trained, result = [], [], {}
-    for name, shape in MODELS.items():
+    for name in options.models:
+        shape = MODELS[name]
         for share in SHARES:
             cost = await in_a_process(made_cost, shape, share)
             pulled = result[f"{name} {share}"] = {**cost, **await pulls(config, qwen_like(*shape), share)}

@@ -51,6 +51,7 @@ PARTS = ("stall", "pause", "bandwidth", "bytes", "delta")
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the benchmark (all)")
+    parser.add_argument("--models", nargs="+", choices=deltas.MODELS, default=[*deltas.MODELS], help="of the part delta (all)")
     parser.add_argument("--mb", type=int, default=64, help="of the staged model (64)")
     parser.add_argument("--rounds", type=int, default=40, help="timed publishes of each kind (40)")
     parser.add_argument("--turns", type=int, default=8, help="turns of generation with and without publishes (8)")
