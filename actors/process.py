@@ -48,7 +48,8 @@ class Process(Actor):
 
     @endpoint
     async def end(self, in_s: float) -> None:
-        """Ends the process `in_s` seconds after the answer."""
+        """Ends the process `in_s` seconds after the answer; what its threads still have to say of others that end is heard no more."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         threading.Timer(in_s, os._exit, (0,)).start()
 
 

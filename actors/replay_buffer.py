@@ -133,9 +133,9 @@ class ReplayBuffer(Actor):
         self._pump()
 
     @endpoint
-    async def drop(self, lease: Lease, reason: str) -> None:
-        """No attempt at this prompt can succeed: it is empty, or longer than the context."""
-        if not self._void(lease) and self._ledger.drop(lease.ordinal, "refused", lease.attempt):
+    async def drop(self, lease: Lease, reason: str, lost: bool = False) -> None:
+        """No attempt at this prompt can succeed: it is empty, or longer than the context, or those that worked on it were `lost`."""
+        if not self._void(lease) and self._ledger.drop(lease.ordinal, "lost" if lost else "refused", lease.attempt):
             self._barren.refused(lease.ordinal, reason)
             self._dropped(lease.ordinal)
             self._pump()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from monarch_rl.generator_config import GeneratorConfig
 from monarch_rl.observe import timeline
 from monarch_rl.routes import Routes
 from monarch_rl.supervise import HOLDING, NamedTimeout, answer, cause, together, waiting
+from monarch_rl.suspects import LOSSES, Losses, TooManyLost
 from monarch_rl.types import Episode, Generation, Group, Lease, Prompt, Sampling, Split, Version
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from actors.scorer import Scorer
     from monarch_rl.tasks import Observation, Task, TaskSpec
     from monarch_rl.trajectory import Trajectory
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -184,12 +188,16 @@ class RolloutWorker(Actor):
         return evaluation
 
     async def _try(self, prompt: Prompt, work: Purpose) -> Group:
-        """One episode of a held-out prompt; none when the model cannot go on from the prompt."""
+        """One episode of a held-out prompt; none when the model cannot go on from the prompt, or nobody survives it."""
         from monarch_rl.engine_requests import UnusablePrompt
 
         HOLDING.set(f"held-out prompt {prompt.ordinal}")
+        LOSSES.set(Losses(self._config.rollout.max_attempts))
         try:
             return await self._roll(prompt, work, 1)
+        except TooManyLost as error:
+            log.warning("held-out prompt %d is unscorable: %s", prompt.ordinal, error)
+            return Group(prompt, [])
         except ActorError as error:
             if isinstance(error.exception, UnusablePrompt):
                 return Group(prompt, [])
@@ -199,6 +207,7 @@ class RolloutWorker(Actor):
         from monarch_rl.engine_requests import UnusablePrompt
 
         HOLDING.set(f"prompt {lease.ordinal}")
+        LOSSES.set(Losses(self._config.rollout.max_attempts - lease.attempt + 1))
         work, buffer = Purpose("train", self._task, None, self._sampling, lease.min_version, lease.attempt), self._buffer
         reply: Future[bool] | Future[None]
         try:
@@ -207,6 +216,8 @@ class RolloutWorker(Actor):
                     group = await self._roll(prompt, work, self._config.generator.group_size)
         except NamedTimeout:
             reply = buffer.fail.call_one(lease, f"rollout.deadline_s={self._config.rollout.deadline_s:g} passed")
+        except TooManyLost as error:
+            reply = buffer.drop.call_one(lease, f"{error} (rollout.max_attempts={self._config.rollout.max_attempts})", lost=True)
         except ActorError as error:
             refused = isinstance(error.exception, UnusablePrompt)
             reply = (buffer.drop if refused else buffer.fail).call_one(lease, cause(error))

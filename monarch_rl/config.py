@@ -67,6 +67,8 @@ class BufferConfig:
     """what becomes of the last groups of the last epoch where they are fewer than a step takes: a smaller step, dropped, or an error"""
     max_dead_steps: int = 4
     """the run ends with an error after this many steps' worth of groups in a row without a trainable one"""
+    hang_s: float = 120.0
+    """the run ends with an error when the replay buffer's process gives no sign of life for so long"""
 
 
 @dataclass

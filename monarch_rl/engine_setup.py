@@ -167,6 +167,11 @@ def experts_to_keep(model_path: str) -> Experts | None:
     return Experts(count, config.num_hidden_layers, config.num_experts_per_tok)
 
 
+def speaks_of_experts(directory: Path) -> bool:
+    """Whether `experts_to_keep` could find any: told without transformers' classes, which bring torch and take seconds to import."""
+    return "expert" in (directory / "config.json").read_text(encoding="utf-8").lower()
+
+
 def count_experts(config: Any) -> int:
     """Of a model's configuration; 0 or 1 where it is no mixture of experts."""
     text = config.get_text_config()

@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+from collections import defaultdict
 from collections.abc import Awaitable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monarch_rl.cluster.children import Child
 from monarch_rl.cluster.hosts import Hosts
+from monarch_rl.cluster.machine import set_monarch_up
 from monarch_rl.cluster.placement import Processes, place_generator, place_single, place_worker
 from monarch_rl.config import Config
-from monarch_rl.supervise import DEATH, PROCESS_DIED, obituary, waiting
+from monarch_rl.supervise import DEATH, PROCESS_DIED, answer, named, obituary, waiting
 
 if TYPE_CHECKING:
     from monarch.actor import MeshFailure, ProcMesh
@@ -23,13 +27,14 @@ START_DEADLINE_S = 900.0
 """A large model may take minutes to load."""
 LEAVE_DEADLINE_S = 30.0
 """For the processes of a mesh to end that is not needed any more."""
+END_DEADLINE_S = 2.0
+"""For a process to answer that it ends, when others of its mesh may be dead."""
 LEAVE_S = 0.1
 """From when a process says that it ends until it does, for the word to get out."""
-SILENT_S = 120.0
-"""A process that does not even say for so long what it waits for is taken for dead."""
 DEATH_NOTICE_S = 1.5
 """Monarch looks after its processes twice a second; so long may it take to hear of a death after its consequences."""
-
+MANNER_S = 0.5
+"""For Monarch to tell how a process has ended, where it has asked the kernel first."""
 
 OOM_KILLS = Path("/proc/vmstat")
 """Where the kernel counts the processes of this host that it ended because memory had run out."""
@@ -50,6 +55,9 @@ class Meshes:
         self._ended: set[str] = set()
         self._gone: set[str] = set()  # asking them anything is a wait for Monarch to take note
         self._left: dict[str, asyncio.Future[str]] = {}
+        self._children: defaultdict[str, list[Child]] = defaultdict(list)  # processes of this host
+        self._listening: dict[str, asyncio.Task[None]] = {}
+        self._former: set[str] = set()  # Monarch's names of meshes that others of the same name have replaced
         self._oom_kills = 0
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.fault.add_done_callback(lambda fault: fault.cancelled() or fault.exception())  # may come when nobody waits for it
@@ -63,16 +71,19 @@ class Meshes:
 
     def watch(self) -> None:
         """Hear of deaths from now on. Monarch has one hook for it in a process, so this is for one session at a time."""
+        set_monarch_up()
         import monarch.actor
 
         loop = asyncio.get_running_loop()
         self._oom_kills = oom_kills()
 
         def hook(failure: MeshFailure) -> None:
-            # A process is mourned once, by its Process actor; and Monarch has actors of its own, which have no obituary. That a process
-            # is out of reach may be late news of an earlier session, whose names were the same: calls to one of this session fail.
+            # A process is mourned once, by its Process actor; and Monarch has actors of its own: without an obituary, or with a name that
+            # begins with _. That a process is out of reach may be late news of an earlier session, whose names were the same: calls to
+            # one of this session fail.
             report = failure.report()
-            if DEATH.search(report) and ("_process{" in report or not PROCESS_DIED.search(report)):
+            died = None if failure.mesh_name in self._former else DEATH.search(report)
+            if died and not died["actor"].startswith("_") and ("_process{" in report or not PROCESS_DIED.search(report)):
                 loop.call_soon_threadsafe(self._died, report, obituary(report))
 
         monarch.actor.unhandled_fault_hook = hook
@@ -95,10 +106,23 @@ class Meshes:
     def _spawn(self, processes: Processes) -> ProcMesh:
         from actors.process import Process
 
-        mesh = self.hosts.spawn(processes)
-        self._placed[processes.name] = processes
-        self._meshes[processes.name] = mesh, mesh.spawn(f"{processes.name}_process", Process)
+        mesh, name = self.hosts.spawn(processes), processes.name
+        self._placed[name] = processes
+        self._meshes[name] = mesh, mesh.spawn(f"{name}_process", Process)
+        if self._config.cluster.kind == "local":
+            self._listening[name] = asyncio.ensure_future(self._listen(name))
         return mesh
+
+    async def _listen(self, name: str) -> None:
+        """Hear at once when one of these processes ends, as soon as they have told which they are."""
+        process = self._meshes[name][1]
+        try:
+            usages = await answer(process.usage.call(), f"{name.replace('_', ' ')} (process)", START_DEADLINE_S)
+        except Exception:  # one has died before, which Monarch tells
+            return
+        for rank, usage in enumerate(usages.values()):
+            who = named(name, rank, len(usages))
+            self._children[name].append(Child(usage.pid, partial(self._child_ended, name, process, who)))
 
     async def alive(self, who: str, waited: Awaitable[Any]) -> Any:
         """Await something that may take long, unless a process dies meanwhile."""
@@ -119,10 +143,11 @@ class Meshes:
 
     async def renew(self, name: str) -> None:
         """End a mesh that was left, in whatever state it is, and start its processes again where they were."""
-        placed = self._placed[name]
+        placed, process = self._placed[name], self._meshes[name][1]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_DEADLINE_S):
-                await self.stop(name)
+            async with asyncio.timeout(END_DEADLINE_S):
+                self._former.add(await process._name.as_asyncio())
+        await self.bury(name)
         self._gone.discard(name)
         self._spawn(placed)
 
@@ -151,14 +176,41 @@ class Meshes:
 
     async def stop(self, *names: str) -> None:
         """Have Monarch take note that processes are gone. It waits longer for those that were still starting."""
-        meshes = [self._meshes.pop(name)[0] for name in names if name in self._meshes]
+        known = [name for name in names if name in self._meshes]
+        meshes = [self._meshes.pop(name)[0] for name in known]
         for mesh in meshes:
             # In a notebook Monarch would first have the processes flush their logs, and wait for the dead ones for ever.
             mesh._logging_manager._logging_mesh_client = None
         stopped = [mesh.stop() for mesh in meshes]
         for name in names:
             self.vacate(name)
-        await asyncio.gather(*stopped, return_exceptions=True)
+        for name in known:
+            if name in self._listening:
+                self._listening.pop(name).cancel()
+        try:
+            await asyncio.gather(*stopped, return_exceptions=True)
+        finally:
+            for name in known:
+                self._kill(name)
+
+    async def bury(self, name: str) -> None:
+        """End what is left of a mesh, in whatever state it is."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(LEAVE_DEADLINE_S):
+                await self._end_left(name)
+                await self.stop(name)
+
+    async def _end_left(self, name: str) -> None:
+        """Those ranks that still answer: each is asked by itself, as one that is dead makes calls to all fail."""
+        if name not in self._meshes:
+            return
+        ranks: Any = self._meshes[name][1].flatten("rank")
+        dead = {rank for rank, child in enumerate(self._children.get(name, ())) if child.ended}
+        asked = [ranks.slice(rank=rank).end.call_one(LEAVE_S).as_asyncio() for rank in range(ranks.size()) if rank not in dead]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(END_DEADLINE_S):
+                await asyncio.gather(*asked, return_exceptions=True)
+                await asyncio.sleep(2 * LEAVE_S)
 
     async def close(self, deadline_s: float, notice_s: float) -> None:
         """End all processes within `deadline_s`, let Monarch take note for `notice_s`, then let the hosts go."""
@@ -167,31 +219,53 @@ class Meshes:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
                 await self.end(*names)
+        for name in names:
+            self._kill(name)  # what is stopped, or deaf
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(notice_s):
                 await self.stop(*names)
         await self.hosts.close()
+
+    def _kill(self, name: str) -> None:
+        """Processes of this host that have not ended."""
+        for child in self._children.pop(name, ()):
+            child.kill()
 
     def _lost(self, what: str) -> None:
         if not self.fault.done():
             self.fault.set_exception(ActorDied(what))
 
     def _died(self, report: str, died: str) -> None:
+        known = [name for name in {*self._ended, *self._left} if f"{name}_process{{" in report or f"{name}{{" in report]
+        if PROCESS_DIED.search(report):
+            self._gone.update(known)
+        for name in known or [""]:
+            self._mourn(name, died)
+
+    def _child_ended(self, name: str, process: Process, who: str, how: str) -> None:
+        if name not in self._meshes or self._meshes[name][1] is not process:
+            return  # it was stopped
+        self._gone.add(name)
+        if how:
+            self._mourn(name, f"{who} {how}")
+        else:  # unless Monarch tells in time
+            asyncio.get_running_loop().call_later(MANNER_S, self._child_ended, name, process, who, "is gone")
+
+    def _mourn(self, name: str, died: str) -> None:
+        """Once, whoever brings the news first."""
         if "(SIGKILL)" in died and oom_kills() > self._oom_kills:
             died += ", when memory had run out on this host"
-        meant = [name for name in {*self._ended, *self._left} if f"{name}_process{{" in report or f"{name}{{" in report]
-        if PROCESS_DIED.search(report):
-            self._gone.update(meant)
-        for name in meant:
-            if (left := self._left.get(name)) is not None and not left.done():
-                left.set_result(died)
-        if not meant:
+        left = self._left.get(name)
+        if left is not None and not left.done():
+            left.set_result(died)
+        elif left is None and name not in self._ended:
             self._lost(died)
 
     def hung(self, name: str) -> None:
         """A process of this mesh gives no sign of life: as good as dead, unless another deals with it."""
         if name not in self._ended and name not in self._left:
-            self._lost(f"{name.replace('_', ' ')} gave no sign of life for {SILENT_S:g} s")
+            self._gone.add(name)
+            self._lost(f"{name.replace('_', ' ')} gave no sign of life for {self._config.buffer.hang_s:g} s")
 
 
 def oom_kills() -> int:

@@ -12,7 +12,6 @@ from monarch_rl.config import UserError
 from monarch_rl.meshes import DEATH_NOTICE_S, ActorDied, Meshes
 from monarch_rl.supervise import cause, obituary
 
-LEAVE_DEADLINE_S = 30.0
 LOOKS = 4
 """So many in a row must see an actor stand still before it is taken for stuck."""
 NO_ANSWER = -1
@@ -136,9 +135,7 @@ class Pool(Generic[A]):
         del self.live[number]
         self.joined.pop(number, None)
         self._kind.lost(number)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(LEAVE_DEADLINE_S):
-                await self._meshes.stop(self._name(number))
+        await self._meshes.bury(self._name(number))
 
     @property
     def meshes(self) -> list[str]:

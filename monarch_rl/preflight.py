@@ -11,7 +11,7 @@ from pathlib import Path
 from monarch_rl import recorded
 from monarch_rl.cluster.placement import host_count, hosts_by_role
 from monarch_rl.config import Config, UserError, label
-from monarch_rl.engine_setup import EngineError, check_split, context_length, experts_to_keep, tensor_shapes
+from monarch_rl.engine_setup import EngineError, check_split, context_length, experts_to_keep, speaks_of_experts, tensor_shapes
 from monarch_rl.observe import trackers
 from monarch_rl.rendering import Renderer
 from monarch_rl.supervise import cause
@@ -123,7 +123,7 @@ def _check_model(config: Config, renderer: Renderer) -> None:
     if not (renderer.directory / "config.json").is_file():
         return
     try:
-        if generator.keep_routing:
+        if generator.keep_routing and speaks_of_experts(renderer.directory):
             experts_to_keep(str(renderer.directory))
         if generator.tensor_parallel > 1:
             check_split(str(renderer.directory), generator.tensor_parallel)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch_rl.config import Config
 from monarch_rl.engine_setup import EngineError, is_lost
-from monarch_rl.meshes import DEATH_NOTICE_S, START_DEADLINE_S, Meshes
-from monarch_rl.pool import BACK_OFF_S, LEAVE_DEADLINE_S, Pool, for_ever
+from monarch_rl.meshes import DEATH_NOTICE_S, LEAVE_DEADLINE_S, START_DEADLINE_S, Meshes
+from monarch_rl.pool import BACK_OFF_S, MOST_BACK_OFF_S, Pool, for_ever
 from monarch_rl.supervise import answer, cause, ended, root
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Replicas:
     name = "generator"
 
     def __init__(self, config: Config, meshes: Meshes, metrics: Metrics, say: Callable[[str], None]) -> None:
-        self._config, self._meshes, self._metrics = config, meshes, metrics
+        self._config, self._meshes, self._metrics, self._say = config, meshes, metrics, say
         self._starts: dict[int, asyncio.Future[list[LoadPlan]]] = {}
         self._ranks: dict[int, Any] = {}
         self._holding = False
@@ -224,9 +224,11 @@ class Replicas:
     # --- spares -----------------------------------------------------------------------------------------------------
 
     def _process(self, number: int) -> Any:
+        return self._actor(number, self._meshes.spawn_generator(number))
+
+    def _actor(self, number: int, mesh: Any) -> Any:
         from actors.generator import Generator
 
-        mesh = self._meshes.spawn_generator(number)
         return mesh.spawn(f"generator_{number}", Generator, self._config, number, self._metrics)
 
     def _keep_spares(self) -> None:
@@ -234,8 +236,28 @@ class Replicas:
         for number in range(self.pool.next, self.pool.next + self._config.generator.spares):
             if number not in self._spares:
                 self._spares[number] = self._process(number)
-                self._meshes.leave(f"generator_{number}")  # the death of one is found out when it is needed
-                self._tasks.create_task(self._warm_up(number), name=f"generator {number} (spare)")
+                self._tasks.create_task(self._keep_spare(number), name=f"generator {number} (spare)")
+
+    async def _keep_spare(self, number: int) -> None:
+        """Until it is needed. One that dies before is started again, as often as a generator may be; after that its death is found out
+        when it is needed."""
+        mesh = f"generator_{number}"
+        died = self._meshes.leave(mesh)
+        for restart in range(self._config.generator.max_restarts):
+            warming = asyncio.ensure_future(self._warm_up(number))
+            try:
+                await asyncio.wait({died})
+            finally:
+                warming.cancel()
+            await asyncio.sleep(min(MOST_BACK_OFF_S, BACK_OFF_S * 2**restart))
+            async with self.pool.changing:  # nobody takes it meanwhile
+                if number not in self._spares:
+                    return
+                self._say(f"{died.result()}; another spare takes its place")
+                await self._meshes.renew(mesh)
+                died = self._meshes.heed(mesh)
+                self._spares[number] = self._actor(number, self._meshes[mesh])
+        await self._warm_up(number)
 
     async def _warm_up(self, number: int) -> None:
         with contextlib.suppress(Exception):

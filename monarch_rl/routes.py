@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-from monarch_rl.engine_setup import is_lost
+from monarch_rl.engine_setup import EngineError, is_lost
 from monarch_rl.supervise import waiting
+from monarch_rl.suspects import LOSSES, Turns
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -25,8 +27,10 @@ class Routes(Generic[A]):
     def __init__(self, actors: Mapping[int, A], kind: str = "", deadline_s: float | None = None) -> None:
         self._actors, self._kind, self._deadline_s = dict(actors), kind, deadline_s
         self._load = Counter[int]()
+        self._asked: defaultdict[int, set[asyncio.Timeout]] = defaultdict(set)
         self._pinned: dict[int, int] = {}  # to a step
         self._changed = asyncio.Event()
+        self._turns = Turns()
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -36,8 +40,11 @@ class Routes(Generic[A]):
         self._tell()
 
     def lose(self, number: int) -> None:
-        """Choose it no more."""
+        """It is gone: who waits for its answer hears of it at once, and not when Monarch does."""
         self._actors.pop(number, None)
+        for waited in self._asked.pop(number, ()):
+            if not waited.expired():
+                waited.reschedule(0)
 
     def pin(self, number: int, step: int | None) -> None:
         """It keeps to what it has of `step`, so that what needs newer had better go elsewhere; None: it keeps up again."""
@@ -47,7 +54,7 @@ class Routes(Generic[A]):
 
     async def drain(self, number: int) -> None:
         """Choose it no more, and wait until nothing is left to come back from it."""
-        self.lose(number)
+        self._actors.pop(number, None)
         while self._load[number]:
             await self._changed.wait()
 
@@ -67,23 +74,46 @@ class Routes(Generic[A]):
         Where there is none, one is waited for. One that is lost meanwhile is asked no more, and the error is raised.
 
         Raises:
-            NamedTimeout: it did not answer in time.
+            NamedTimeout: it did not answer in time. TooManyLost: another was lost over the same prompt, and that is to end.
         """
-        while not self._actors:
-            await self._changed.wait()
-        chosen = preferred if preferred in self._actors else self._choose(step)
+        async with self._turns.turn() as begins:
+            while not self._actors:
+                await self._changed.wait()
+            chosen = preferred if preferred in self._actors else self._choose(step)
+            begins()
+            return await self._once(ask, load, chosen)
+
+    async def _once(self, ask: Callable[[A], Awaitable[T]], load: int, chosen: int) -> T:
         self._load[chosen] += load
         try:
             with waiting(f"{self._kind} {chosen}", self._deadline_s):
-                async with asyncio.timeout(self._deadline_s):
+                async with self._unless_lost(chosen):
                     return await ask(self._actors[chosen])
         except Exception as error:
             if is_lost(error):
                 self.lose(chosen)
+                if (losses := LOSSES.get()) is not None:
+                    losses.add(f"{self._kind} {chosen}")
             raise
         finally:
             self._load[chosen] -= load
             self._tell()
+
+    @asynccontextmanager
+    async def _unless_lost(self, number: int) -> AsyncIterator[None]:
+        """At most `deadline_s`. Raises EngineError: the actor was lost meanwhile."""
+        asked = self._asked[number]
+        waited = asyncio.timeout(self._deadline_s)
+        try:
+            async with waited:
+                asked.add(waited)
+                yield
+        except TimeoutError:
+            if self._asked.get(number) is asked:
+                raise
+            raise EngineError(f"{self._kind} {number} is lost") from None
+        finally:
+            asked.discard(waited)
 
     def _choose(self, step: int) -> int:
         able = [number for number in self._actors if self._pinned.get(number, step) >= step]

@@ -15,7 +15,7 @@ from monarch_rl.config import Config
 from monarch_rl.evaluation import Evaluated, evaluate
 from monarch_rl.lives import Progress
 from monarch_rl.loop import TrainerRestarted
-from monarch_rl.meshes import SILENT_S, START_DEADLINE_S, ActorDied, Meshes
+from monarch_rl.meshes import START_DEADLINE_S, ActorDied, Meshes
 from monarch_rl.observe import timeline
 from monarch_rl.observe.metrics import trainer_figures
 from monarch_rl.recorded import Witness
@@ -273,7 +273,7 @@ class Running:
             tasks.create_task(ended(self._meshes.fault), name="watch")
             tasks.create_task(self._records.listen(), name="listen")
             tasks.create_task(self._records.write(), name="records")
-            watchdog = Watchdog(self._meshes.processes, self._records.console.say, self._meshes.hung, SILENT_S)
+            watchdog = Watchdog(self._meshes.processes, self._records.console.say, self._meshes.hung, self.config.buffer.hang_s)
             tasks.create_task(watchdog.watch(), name="watchdog")
             self._begun.set()
             self._trainers.watch()

@@ -146,6 +146,16 @@ def obituary(report: str) -> str:
     return ""
 
 
+def named(mesh: str, rank: int, ranks: int) -> str:
+    """A process of a mesh, as obituaries have it."""
+    return _who(mesh, str(rank) if ranks > 1 else "")
+
+
+def manner(code: int) -> str:
+    """How a process has ended: with an exit code, or by signal -`code`."""
+    return f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"ended with exit code {code}"
+
+
 def _who(mesh: str, rank: str) -> str:
     """`trainer 1`, or, of what is itself numbered, `generator 0, rank 1,`."""
     name = mesh.replace("_", " ")
@@ -156,8 +166,7 @@ def _who(mesh: str, rank: str) -> str:
 
 def _manner(why: str) -> str:
     if killed := re.search(r"Killed\(sig=(\d+)", why):
-        number = int(killed[1])
-        return f"was killed by signal {number} ({signal.Signals(number).name})"
+        return manner(-int(killed[1]))
     if exited := re.search(r"exited with \S* ?code (-?\d+)", why):
         return f"ended with exit code {exited[1]}"
     if "Traceback" in why and (said := LAST_WORDS.findall(why)):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +14,7 @@ from monarch_rl.cluster import local
 from monarch_rl.cluster.address import Address, parse
 from monarch_rl.cluster.dashboard import Dashboard
 from monarch_rl.cluster.link import Heart, Host, Link
-from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT, Facts, facts
+from monarch_rl.cluster.machine import Facts, facts, set_monarch_up
 from monarch_rl.cluster.placement import Processes
 from monarch_rl.cluster.slurm import Allocation
 from monarch_rl.config import Config, UserError
@@ -57,7 +55,7 @@ class Hosts:
         Raises:
             UserError: names the worker that cannot be had, and why. To be closed then, too.
         """
-        os.environ.update({key: value for key, value in MONARCH_ENVIRONMENT.items() if key not in os.environ})
+        set_monarch_up()
         cluster = self._config.cluster
         if cluster.kind == "local":
             await self._start_dashboard()
@@ -171,14 +169,6 @@ async def _each(work: Callable[[A], B], items: Iterable[A]) -> list[B]:
     return results  # type: ignore[return-value]
 
 
-def _end_monarch() -> None:
-    """Before Monarch's own handler, which has words for a host that is gone already."""
-    from monarch.actor import shutdown_context
-
-    with contextlib.suppress(TimeoutError):
-        shutdown_context(host_timeout=0.3).get(timeout=1.0)
-
-
 def _use_transport(ips: Sequence[str]) -> None:
     """Have Monarch talk by TCP, on the way that leads to the workers. Must come before anything else of Monarch.
 
@@ -193,7 +183,7 @@ def _use_transport(ips: Sequence[str]) -> None:
         enable_transport(f"tcp://{ips[0]}:0")
         with silent_stderr():
             context()  # starts Monarch, which says so
-        atexit.register(_end_monarch)
+        local.end_quietly()
     except RuntimeError:
         raise UserError(
             f"cluster.kind: this process has used Monarch in another way already, and cannot change to tcp://{ips[0]}; "

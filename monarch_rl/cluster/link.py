@@ -25,6 +25,8 @@ ANSWER_S = 30.0
 MONARCH_S = 90.0
 """For it to start Monarch's host process."""
 RETRY_S = 0.25
+CLOSED = "it closed the connection"
+"""However that shows: where it had not read what it was told last, the connection is reset."""
 
 
 class Lost(Exception):
@@ -138,8 +140,10 @@ class Link:
             while b"\n" not in self._unread:
                 received = self._socket.recv(65536)
                 if not received:
-                    raise Lost("it closed the connection")
+                    raise Lost(CLOSED)
                 self._unread += received
+        except ConnectionError:
+            raise Lost(CLOSED) from None
         except OSError as error:
             raise Lost(error.strerror or f"no answer within {deadline_s:g} s") from None
         line, _, self._unread = self._unread.partition(b"\n")
@@ -193,6 +197,8 @@ class Heart(threading.Thread):
             if not spoke:
                 return link.beat()
             why = link.last_words()
+        except ConnectionError:
+            why = CLOSED
         except OSError as error:
             why = error.strerror or "it takes no heartbeat"
         with self._lock:

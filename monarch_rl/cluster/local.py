@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.cluster.child import CONTROLLER
 from monarch_rl.cluster.link import Host
-from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT
+from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT, set_monarch_up
 from monarch_rl.cluster.placement import Processes
 from monarch_rl.config import Config
 from monarch_rl.engine_setup import engine_environment
@@ -47,11 +50,27 @@ def loopback_store(rank: int, world: int, port: int) -> Any:
 
 def host() -> HostMesh:
     """This host. The first call starts Monarch; its settings must be in the environment by then."""
-    os.environ.update({key: value for key, value in MONARCH_ENVIRONMENT.items() if key not in os.environ})
+    set_monarch_up()
     with silent_stderr():
         from monarch.actor import this_host
 
-        return this_host()
+        here = this_host()
+    end_quietly()
+    return here
+
+
+@cache
+def end_quietly() -> None:
+    """Have Monarch end before its own exit handler would have it; to be called when it has been started."""
+    atexit.register(_end_monarch)
+
+
+def _end_monarch() -> None:
+    """As Monarch's own handler, which has words for a host that is gone already, and for a second that was not enough."""
+    from monarch.actor import shutdown_context
+
+    with contextlib.suppress(TimeoutError):
+        shutdown_context(host_timeout=0.3).get(timeout=1.0)
 
 
 def spawn(on: HostMesh, processes: Processes, environment: Mapping[str, str], parents: Sequence[Host] = ()) -> ProcMesh:

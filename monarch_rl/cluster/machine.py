@@ -26,6 +26,11 @@ MONARCH_ENVIRONMENT = {
 }
 
 
+def set_monarch_up() -> None:
+    """To be called before Monarch is first imported: it would do with its own settings, for which a death is news after ten seconds."""
+    os.environ.update({key: value for key, value in MONARCH_ENVIRONMENT.items() if key not in os.environ})
+
+
 @dataclass(frozen=True)
 class Facts:
     """One host, as its own processes see it."""

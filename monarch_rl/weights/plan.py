@@ -7,10 +7,9 @@ more than copy, tensors travel whole to memory of their own, and the loader take
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -19,59 +18,16 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from monarch_rl.weights.handles import LoadPlan as LoadPlan
+from monarch_rl.weights.handles import Piece as Piece
+from monarch_rl.weights.handles import Shape as Shape
+
 ALIGNMENT = 64
 """Bytes; every block of a region starts at a multiple of it."""
-
-Shape = tuple[int, ...]
 
 
 class PlanError(RuntimeError):
     """The engine's loader does something that a list of copies cannot express."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One copy that the loader makes: a rectangle of a checkpoint tensor to one view of an engine parameter.
-
-    The tensor is seen as a matrix [shape[0], product of the rest]; a vector has one column.
-    """
-
-    name: str
-    """Of the checkpoint tensor."""
-    shape: Shape
-    """Of the whole checkpoint tensor."""
-    row0: int
-    rows: int
-    col0: int
-    cols: int
-    dtype: str
-    """Of the engine's parameter, as torch names it: `float32`, `bfloat16`."""
-
-    def cut(self, whole: Tensor) -> Tensor:
-        """[rows, cols] of the whole checkpoint tensor, in the engine's dtype: what this copy must leave in the engine."""
-        rectangle = whole.reshape(whole.shape[0], -1)[self.row0 : self.row0 + self.rows, self.col0 : self.col0 + self.cols]
-        return rectangle.to(_dtype(self))
-
-
-@dataclass(frozen=True)
-class LoadPlan:
-    """All copies that make up one load, in the loader's order."""
-
-    pieces: tuple[Piece, ...]
-    base: LoadPlan | None = None
-    """What the engine reads from the model's directory by itself, once, where only adapters travel."""
-    loader: str = ""
-    """Why the engine's own loader runs at each swap; empty where copies are enough."""
-
-    def summary(self, over: str) -> str:
-        """What travels and how, for the console."""
-        slower = f"; at each swap this model's own loader takes them, which is slower, for {self.loader}" if self.loader else ""
-        return f"{'adapters' if self.base else 'weights'} travel over {over}{slower}"
-
-    @cached_property
-    def digest(self) -> str:
-        """Equal plans have equal digests, in every process."""
-        return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

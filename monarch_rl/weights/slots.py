@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
 
 import torch
 import xxhash
@@ -20,24 +18,11 @@ from monarch_rl.types import Version
 from monarch_rl.weights import transport
 from monarch_rl.weights.board import Board, Delta, Offer, Sealed
 from monarch_rl.weights.delta import element_size, encode
+from monarch_rl.weights.handles import SlotBuffers as SlotBuffers
 from monarch_rl.weights.plan import Block, LoadPlan, layout, region_bytes, stage
-
-if TYPE_CHECKING:
-    from monarch.rdma import RDMABuffer
 
 BEING_WRITTEN = -1
 """Header value of a slot whose bytes belong to no version."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotBuffers:
-    """Remote handles of one slot, in the order in which a reader must read: the data, then the seal."""
-
-    data: list[RDMABuffer]
-    seal: RDMABuffer
-    """int64: the packed version, then the checksum of each block."""
-    delta: list[RDMABuffer]
-    """Of which as many are read as the delta is long; none where there are no deltas."""
 
 
 def most_delta(region: int) -> int:

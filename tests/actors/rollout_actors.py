@@ -66,8 +66,8 @@ class Desk(Actor):
         self._done.append(f"failed: {reason}")
 
     @endpoint
-    async def drop(self, lease: Lease, reason: str) -> None:
-        self._done.append(f"dropped: {reason}")
+    async def drop(self, lease: Lease, reason: str, lost: bool = False) -> None:
+        self._done.append(f"{'lost' if lost else 'dropped'}: {reason}")
 
     @endpoint
     async def done(self) -> list[Group | str]:

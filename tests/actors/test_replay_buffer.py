@@ -7,8 +7,7 @@ import itertools
 import json
 import os
 import signal
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +26,19 @@ from monarch_rl.types import NOT_SAMPLED, Episode, Group, Lease, Prompt, Shard, 
 from tests.actors.buffer_actors import Bystander
 
 TASK = """
-import time
+import os, time
 from monarch_rl.tasks import Task
 from monarch_rl.types import Prompt
 
 class Count(Task):
     name = "count"
-    def __init__(self, broken=-1, slow_s=0.0, size=None):
-        self.broken, self.slow_s, self.size = broken, slow_s, size
+    def __init__(self, broken=-1, gate="", size=None):
+        self.broken, self.gate, self.size = broken, gate, size
     def prompt(self, ordinal, split):
         if ordinal == self.broken:
             raise KeyError("no row")
-        time.sleep(self.slow_s)
+        while self.gate and ordinal and not os.path.exists(self.gate):
+            time.sleep(0.01)
         return Prompt(ordinal, f"{split} {ordinal}")
     def reward(self, prompt, completion):
         return 0.0
@@ -105,8 +105,16 @@ def group(prompt: Prompt, step: int = 0, rewards: tuple[float | None, ...] = (1.
     return Group(prompt, [Episode(ids, mask, logprobs, versions, f"answer {i}", reward, error) for i, reward in enumerate(rewards)])
 
 
+PATIENCE_S = 100
+"""Of waits that end at once but on a machine that stands still."""
+
+
 async def soon(reply: Any) -> Any:
-    return await asyncio.wait_for(reply.as_asyncio(), 20)
+    return await within(reply.as_asyncio())
+
+
+async def within(awaited: Awaitable[Any]) -> Any:
+    return await asyncio.wait_for(awaited, PATIENCE_S)
 
 
 async def claim(buffer: Any, count: int, worker: str = "w") -> list[tuple[Lease, Prompt]]:
@@ -115,6 +123,15 @@ async def claim(buffer: Any, count: int, worker: str = "w") -> list[tuple[Lease,
 
 async def put(buffer: Any, claims: list[tuple[Lease, Prompt]], **how: Any) -> list[bool]:
     return [await soon(buffer.put.call_one(lease, group(prompt, **how))) for lease, prompt in claims]
+
+
+async def answer_all(buffer: Any, ordinals: Iterable[int], worker: str) -> None:
+    """Lease and put until each has its group. Where leases are short, a slow machine loses some of them and tries again."""
+    missing = set(ordinals)
+    while missing:
+        ((lease, prompt),) = await claim(buffer, 1, worker)
+        if await soon(buffer.put.call_one(lease, group(prompt))):
+            missing.discard(lease.ordinal)
 
 
 async def parked(*futures: Any) -> None:
@@ -133,11 +150,11 @@ async def test_leases_park_until_the_trainer_is_ahead(make: Make) -> None:
     await put(buffer, claims[:1])
     await parked(batch, *waiting)
     await put(buffer, claims[1:2])
-    shard: Shard = await asyncio.wait_for(batch, 10)
+    shard: Shard = await within(batch)
     assert shard.ordinals == [0, 1]
     await parked(*waiting)
     buffer.trained.broadcast(1)
-    leases = [lease for lease, _ in await asyncio.wait_for(asyncio.gather(*waiting), 10)]
+    leases = [lease for lease, _ in await within(asyncio.gather(*waiting))]
     assert leases == [Lease(4, 1, 1), Lease(5, 1, 1)]
 
 
@@ -148,7 +165,7 @@ async def test_taking_a_batch_says_that_the_last_one_is_trained(make: Make) -> N
     await soon(buffer.take.call_one(1, 0))
     await parked(waiting)
     await soon(buffer.take.call_one(2, 0))
-    assert (await asyncio.wait_for(waiting, 10))[0] == Lease(4, 1, 1)
+    assert (await within(waiting))[0] == Lease(4, 1, 1)
 
 
 async def test_a_run_ends_when_its_last_batch_is_taken(make: Make) -> None:
@@ -160,7 +177,7 @@ async def test_a_run_ends_when_its_last_batch_is_taken(make: Make) -> None:
     await soon(buffer.take.call_one(1, 0))
     await parked(waiting)
     await soon(buffer.take.call_one(2, 0))
-    assert await asyncio.wait_for(waiting, 10) is None
+    assert await within(waiting) is None
     assert await soon(buffer.lease.call_one("w")) is None
 
 
@@ -171,7 +188,7 @@ async def test_every_rank_gets_its_part_of_the_same_batch(make: Make) -> None:
     first = buffer.take.call_one(1, 0).as_asyncio()
     await parked(first)
     await put(buffer, claims[1:])
-    shards = [await asyncio.wait_for(first, 10), await soon(buffer.take.call_one(1, 1))]
+    shards = [await within(first), await soon(buffer.take.call_one(1, 1))]
     assert sorted(place for shard in shards for place in shard.places) == [(0, 0), (0, 2), (1, 0), (1, 1)]
     for shard in shards:
         assert (shard.step, shard.ordinals, shard.total_tokens, shard.total_episodes) == (1, [0, 1], 12, 4)
@@ -219,9 +236,9 @@ async def test_nothing_to_learn_ends_the_run(make: Make) -> None:
     await put(buffer, await claim(buffer, 3), rewards=(0.0, 0.0))
     waiting = buffer.lease.call_one("idle").as_asyncio()
     await parked(batch)
-    await put(buffer, [await asyncio.wait_for(waiting, 10)], rewards=(0.0, 0.0))
+    await put(buffer, [await within(waiting)], rewards=(0.0, 0.0))
     with pytest.raises(RuntimeError) as raised:
-        await asyncio.wait_for(batch, 10)
+        await within(batch)
     message = str(raised.value)
     assert "there is no batch for step 1: 4 prompts in a row gave nothing to train on" in message
     assert "(buffer.max_dead_steps=2; dropped so far: 4 dead)" in message
@@ -253,18 +270,12 @@ async def test_prompts_that_are_refused_end_the_run(make: Make) -> None:
 
 
 async def test_a_lost_answer_is_asked_for_again(make: Make) -> None:
-    """Cases 13, 14, 21: a worker that never answers loses its prompt at the deadline; its late answer is ignored."""
-    buffer = make(deadline_s=0.5)
-    silent, _ = await claim(buffer, 2, "silent")
-    began = time.monotonic()
-    batch = buffer.take.call_one(1, 0).as_asyncio()
-    again = [c for c in await claim(buffer, 4, "other") if c[0].attempt == 2]
-    assert time.monotonic() - began < 5
-    assert [lease.ordinal for lease, _ in again] == [0, 1]
-    assert await put(buffer, [silent]) == [False]
-    assert not batch.done()
-    assert await put(buffer, again) == [True, True]
-    assert (await asyncio.wait_for(batch, 10)).ordinals == [0, 1]
+    """Cases 13, 14, 21: a worker that never answers loses its prompts at the deadline; its late answer is ignored."""
+    buffer = make(deadline_s=0.5, attempts=100)
+    lost = await claim(buffer, 2, "silent")
+    await answer_all(buffer, range(4), "other")
+    assert await put(buffer, lost) == [False, False]
+    assert (await soon(buffer.take.call_one(1, 0))).ordinals == [0, 1]
 
 
 async def test_failures_are_bounded(make: Make) -> None:
@@ -289,7 +300,7 @@ async def test_a_released_worker_gives_back_its_prompts(make: Make) -> None:
     waiting = [buffer.lease.call_one("alive").as_asyncio() for _ in range(2)]
     await parked(gone, *waiting)
     await soon(buffer.release.call_one("dead"))
-    assert [lease for lease, _ in await asyncio.wait_for(asyncio.gather(*waiting), 10)] == [Lease(0, 2, 0), Lease(1, 2, 0)]
+    assert [lease for lease, _ in await within(asyncio.gather(*waiting))] == [Lease(0, 2, 0), Lease(1, 2, 0)]
     assert not gone.done()
 
 
@@ -311,15 +322,18 @@ async def test_a_released_worker_that_wakes_up_is_heard_no_more(make: Make) -> N
 async def test_a_killed_worker_with_a_parked_lease_does_no_harm(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Case 19: a lease that goes out to a dead process comes back at its deadline; the buffer lives."""
     monkeypatch.setattr("monarch.actor.unhandled_fault_hook", lambda failure: None)
-    buffer = make(deadline_s=4.0)
+    buffer = make(deadline_s=2.0, attempts=100)
     mesh = this_host().spawn_procs({"proc": 1})
     bystander = mesh.spawn("bystander", Bystander)
     await soon(bystander.ready.call_one())
     claims = await claim(buffer, 4)
     os.kill(await soon(bystander.wait_for_lease.call_one(buffer, "doomed")), signal.SIGKILL)
-    await put(buffer, claims)
+    heard = await put(buffer, claims)
+    await answer_all(buffer, [lease.ordinal for (lease, _), in_time in zip(claims, heard, strict=True) if not in_time], "alive")
     await asyncio.gather(*[soon(buffer.take.call_one(step, 0)) for step in (1, 2)])
-    assert [lease for lease, _ in await claim(buffer, 2, "alive")] == [Lease(5, 1, 1), Lease(4, 2, 1)]
+    last = await claim(buffer, 2, "alive")
+    assert {lease.ordinal for lease, _ in last} == {4, 5}
+    assert max(lease.attempt for lease, _ in last) > 1, "the dead one had none of them"
     await mesh.stop()
 
 
@@ -341,21 +355,21 @@ async def test_a_prompt_that_cannot_be_made_ends_the_run(make: Make) -> None:
     waiting = [buffer.lease.call_one("w").as_asyncio() for _ in range(2)]
     with pytest.raises(RuntimeError, match="task count: prompt 1 cannot be made: KeyError: 'no row'"):
         await soon(buffer.take.call_one(1, 0))
-    assert await asyncio.wait_for(waiting[0], 10) == (Lease(0, 1, 0), Prompt(0, "train 0"))
-    assert await asyncio.wait_for(waiting[1], 10) is None
+    assert await within(waiting[0]) == (Lease(0, 1, 0), Prompt(0, "train 0"))
+    assert await within(waiting[1]) is None
 
 
-async def test_slow_prompts_do_not_hold_up_the_buffer(make: Make) -> None:
-    """Case 25: while a prompt is made for 1.5 s, other calls are answered at once."""
-    buffer = make(task_args={"slow_s": 1.5})
+async def test_slow_prompts_do_not_hold_up_the_buffer(make: Make, tmp_path: Path) -> None:
+    """Case 25: while a prompt is being made, other calls are answered."""
+    gate = tmp_path / "gate"
+    buffer = make(task_args={"gate": str(gate)})
     first = await claim(buffer, 1)
     waiting = buffer.lease.call_one("w").as_asyncio()
-    began = time.monotonic()
     await put(buffer, first)
     assert len(await soon(buffer.samples.call_one(5))) == 1
-    assert time.monotonic() - began < 1.0
     assert not waiting.done()
-    assert (await asyncio.wait_for(waiting, 10))[0].ordinal == 1
+    gate.touch()
+    assert (await within(waiting))[0].ordinal == 1
 
 
 async def test_samples_are_the_last_groups(make: Make) -> None:
@@ -375,9 +389,9 @@ async def test_closing_answers_everybody(make: Make) -> None:
     waiting, batch = buffer.lease.call_one("w").as_asyncio(), buffer.take.call_one(1, 0).as_asyncio()
     await parked(waiting, batch)
     await soon(buffer.close.call_one())
-    assert await asyncio.wait_for(waiting, 10) is None
+    assert await within(waiting) is None
     with pytest.raises(RuntimeError, match="there is no batch for step 1: the replay buffer is closed"):
-        await asyncio.wait_for(batch, 10)
+        await within(batch)
 
 
 async def test_a_group_must_answer_its_lease(make: Make) -> None:
@@ -400,10 +414,10 @@ async def test_synchronous_run(make: Make) -> None:
         if step < 3:
             await parked(waiting)
             await soon(buffer.trained.call_one(step))
-            lease, _ = await asyncio.wait_for(waiting, 10)
+            lease, _ = await within(waiting)
             await soon(buffer.fail.call_one(lease, "handed back"))
         else:
-            assert await asyncio.wait_for(waiting, 10) is None
+            assert await within(waiting) is None
         assert (await soon(buffer.stats.call_one(step)))["age/max"] == 0
 
 
@@ -423,7 +437,7 @@ async def test_a_buffer_goes_on_from_a_checkpoint(make: Make, tmp_path: Path) ->
     batch = second.take.call_one(2, 0).as_asyncio()
     await parked(batch)
     await put(second, again[:1])
-    shard: Shard = await asyncio.wait_for(batch, 10)
+    shard: Shard = await within(batch)
     assert (shard.ordinals, shard.total_tokens) == ([2, 3], 12)
     trained = [json.loads(line)["ordinal"] for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
     assert trained == [0, 1, 2, 3]
@@ -509,10 +523,10 @@ async def test_a_prompt_that_waits_for_another_attempt_holds_up_the_end(make: Ma
     await put(buffer, [first])
     await parked(waiting, batch)
     await soon(buffer.fail.call_one(second[0], "engine died"))
-    lease, prompt = await asyncio.wait_for(waiting, 10)
+    lease, prompt = await within(waiting)
     assert lease == Lease(1, 2, 0)
     await put(buffer, [(lease, prompt)])
-    assert (await asyncio.wait_for(batch, 10)).ordinals == [0, 1]
+    assert (await within(batch)).ordinals == [0, 1]
 
 
 async def test_data_of_which_nothing_is_left_are_an_error(make: Make) -> None:
@@ -520,7 +534,7 @@ async def test_data_of_which_nothing_is_left_are_an_error(make: Make) -> None:
     batch = buffer.take.call_one(1, 0).as_asyncio()
     await put(buffer, await claim(buffer, 2), rewards=(1.0, 1.0))
     with pytest.raises(RuntimeError, match=r"all 2 prompts of the data were dropped \(2 dead\)\. prompt 0: rewards \[1 1\]"):
-        await asyncio.wait_for(batch, 10)
+        await within(batch)
 
 
 async def test_what_is_recorded_is_what_was_trained(make: Make, processes: Any, tmp_path: Path) -> None:

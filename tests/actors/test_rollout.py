@@ -50,6 +50,7 @@ class Talk(Task):
     def reward(self, prompt, completion):
         if "judge" in completion: raise ValueError("no verdict")
         if "pid" in completion: return os.getpid()
+        if "slay" in completion: os.kill(os.getppid(), 9)
         if "kill" in completion and not os.path.exists(flag := __file__ + ".killed"):
             open(flag, "w").close()
             os.kill(os.getppid(), 9)
@@ -106,6 +107,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Any]:
         meshes.append(mesh := this_host().spawn_procs({"workers": 1}))
         task, config = changed.get("task", f"{tmp_path}/talk.py:Talk"), Config()
         config.model.path, config.generator.truncated = changed.get("model", "tiny"), changed.get("truncated", "keep")
+        config.rollout.max_attempts = changed.get("max_attempts", 3)
         prompt = Prompt(3, changed.get("content", next(iter(script))), answer=changed.get("answer", "secret"))
         scorers = [mesh] * changed.get("scorers", 1)
         if changed.get("apart"):
@@ -280,6 +282,13 @@ async def test_what_a_scorer_was_asked_when_it_died_is_asked_of_another(rig: Any
     killer, other = (await working).episodes
     assert (killer.reward, other.reward) == (1.05, 1.03)
     assert killer.error is other.error is None
+
+
+async def test_a_prompt_that_ends_whoever_scores_it_is_given_up(rig: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monarch.actor.unhandled_fault_hook", lambda failure: None)
+    talk = rig({"go": [said("slay."), said("no.")]}, scorers=2, apart=True, max_attempts=2)
+    (done,) = await talk.work()
+    assert done in [f"lost: scorer {n}, scorer {1 - n} were lost while working on it (rollout.max_attempts=2)" for n in (0, 1)]
 
 
 async def test_a_conversation_in_chat_follows_the_template(rig: Any, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import pickle
 import signal
 import sys
 import textwrap
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from monarch_rl.tasks.reward_process import LENGTH, RewardProcess
 from monarch_rl.types import Prompt
 
 PROMPT = Prompt(0, "4+7+2=", answer=13)
+PATIENCE_S = 60
+"""Of deadlines that pass on a machine only that stands still."""
 
 USER_FILE = '''
 import asyncio, math, os, re, signal, subprocess, sys, threading, time
@@ -87,8 +88,13 @@ def gone(pid: int) -> bool:
         return True
 
 
-async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> None:
-    async with asyncio.timeout(within_s):
+def libraries(pid: int) -> str:
+    """That a process has loaded."""
+    return Path(f"/proc/{pid}/maps").read_text()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 (the file system sends no message)
             await asyncio.sleep(0.02)
 
@@ -98,22 +104,22 @@ async def eventually(condition: Callable[[], bool], within_s: float = 5.0) -> No
 
 async def test_scores_are_plain_numbers(process: RewardProcess) -> None:
     for said, reward in [("1", 1.0), ("-0.5", -0.5), ("True", 1.0), ("__import__('numpy').float32(0.5)", 0.5)]:
-        assert await process.score(PROMPT, f"give {said}", 10) == Score(reward)
+        assert await process.score(PROMPT, f"give {said}", PATIENCE_S) == Score(reward)
 
 
 @pytest.mark.parametrize("value", ["None", "math.nan", "math.inf", "-math.inf", "'1.0'", "[1.0, 2.0]", "[None]", "1j"])
 async def test_what_is_not_a_finite_number_is_unscorable(process: RewardProcess, value: str) -> None:
     """Case 46: None and NaN are neither a zero nor a crash."""
-    score = await process.score(PROMPT, f"give {value}", 10)
+    score = await process.score(PROMPT, f"give {value}", PATIENCE_S)
     assert score.reward is None
     assert score.error is not None
     assert score.error.startswith("RewardError: reward is ")
-    assert await process.score(PROMPT, "give 1", 10) == Score(1.0)
+    assert await process.score(PROMPT, "give 1", PATIENCE_S) == Score(1.0)
 
 
 async def test_a_reward_can_have_a_part_for_each_turn(process: RewardProcess) -> None:
     said = Completion("give [0.5, 1]", ["give [0.5,", " 1]"])
-    assert await process.score(PROMPT, said, 10) == Score(1.5, None, (0.5, 1.0))
+    assert await process.score(PROMPT, said, PATIENCE_S) == Score(1.5, None, (0.5, 1.0))
 
 
 @pytest.mark.parametrize(
@@ -130,73 +136,71 @@ async def test_a_reward_can_have_a_part_for_each_turn(process: RewardProcess) ->
 async def test_a_reward_that_raises_or_leaves_costs_only_its_episode(process: RewardProcess, word: str, error: str) -> None:
     """Cases 18 and 20: the exception is reported with the episode, and the others are scored, though they were sent together."""
     said = ["give 0", word, f"give len('{'x' * 300_000}')", "give 1"]
-    assert await process.scores(PROMPT, said, 10) == [Score(0.0), Score(None, error), Score(3e5), Score(1.0)]
+    assert await process.scores(PROMPT, said, PATIENCE_S) == [Score(0.0), Score(None, error), Score(3e5), Score(1.0)]
 
 
 @pytest.mark.parametrize("word", ["sleep", "backtrack"])
 async def test_a_hanging_reward_is_ended_at_its_deadline(process: RewardProcess, word: str) -> None:
     """Cases 21 and 62: one of several never returns (in Python, or in C with the interpreter lock held)."""
     await process.start()
-    began = time.monotonic()
     said = [word if n == 1 else "give 1" for n in range(4)]
-    scores = await process.scores(PROMPT, said, 0.5)
-    assert scores == [Score(1.0), Score(None, "deadline of 0.5 s passed"), Score(1.0), Score(1.0)]
-    assert time.monotonic() - began < 5
+    scores = await process.scores(PROMPT, said, 2)
+    assert scores == [Score(1.0), Score(None, "deadline of 2 s passed"), Score(1.0), Score(1.0)]
 
 
 async def test_what_a_reward_prints_or_reads_does_not_reach_the_protocol(process: RewardProcess, capfd: pytest.CaptureFixture[str]) -> None:
-    assert await process.score(PROMPT, "chatter", 10) == Score(0.0)
+    assert await process.score(PROMPT, "chatter", PATIENCE_S) == Score(0.0)
     assert capfd.readouterr().out == ""
 
 
 async def test_rewards_run_on_the_main_thread(process: RewardProcess) -> None:
     """Verifiers that use signals refuse any other."""
-    assert await process.score(PROMPT, "alarm", 10) == Score(1.0)
+    assert await process.score(PROMPT, "alarm", PATIENCE_S) == Score(1.0)
 
 
 async def test_memory_has_a_limit(user_file: str) -> None:
     """A reward that wants more fails like any other; what it holds goes with it."""
     process = RewardProcess(f"{user_file}:Odd", {}, seed=0, memory_mb=512)
     for _ in range(2):
-        assert await process.score(PROMPT, "hog 1000000000", 10) == Score(None, "RewardError: MemoryError (scorer.memory_mb=512)")
-        assert await process.score(PROMPT, "hog 1000000", 10) == Score(1e6)
-    pid = (await process.score(PROMPT, "give os.getpid()", 10)).reward
-    assert await process.score(PROMPT, "hog 1000000000", 10) == Score(None, "RewardError: MemoryError (scorer.memory_mb=512)")
-    assert (await process.score(PROMPT, "give os.getpid()", 10)).reward == pid, "the process need not be replaced for it"
+        assert await process.score(PROMPT, "hog 1000000000", PATIENCE_S) == Score(None, "RewardError: MemoryError (scorer.memory_mb=512)")
+        assert await process.score(PROMPT, "hog 1000000", PATIENCE_S) == Score(1e6)
+    pid = (await process.score(PROMPT, "give os.getpid()", PATIENCE_S)).reward
+    assert await process.score(PROMPT, "hog 1000000000", PATIENCE_S) == Score(None, "RewardError: MemoryError (scorer.memory_mb=512)")
+    assert (await process.score(PROMPT, "give os.getpid()", PATIENCE_S)).reward == pid, "the process need not be replaced for it"
     await process.close()
 
 
 async def test_a_reward_that_forks_is_answered_once(process: RewardProcess) -> None:
     """Both of the two come back from the reward, and hold the socket."""
     for number in range(3):
-        assert await process.score(PROMPT, "fork", 10) == Score(0.0)
-        assert await process.score(PROMPT, f"give {number}", 10) == Score(float(number))
+        assert await process.score(PROMPT, "fork", PATIENCE_S) == Score(0.0)
+        assert await process.score(PROMPT, f"give {number}", PATIENCE_S) == Score(float(number))
 
 
 async def test_callers_take_turns(process: RewardProcess) -> None:
-    scores = await asyncio.gather(*(process.score(PROMPT, f"give {n}", 10) for n in range(20)))
+    scores = await asyncio.gather(*(process.score(PROMPT, f"give {n}", PATIENCE_S) for n in range(20)))
     assert scores == [Score(float(n)) for n in range(20)]
 
 
 async def test_a_cancelled_caller_does_not_shift_the_answers(process: RewardProcess) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(process.score(PROMPT, "sleep", 60), 0.5)
-    assert await process.score(PROMPT, "give 2", 10) == Score(2.0)
+    assert await process.score(PROMPT, "give 2", PATIENCE_S) == Score(2.0)
 
 
 async def test_a_child_killed_while_idle_is_replaced(process: RewardProcess) -> None:
     """Case 19: nobody's episode pays for a scorer that was killed between two scores."""
-    pid = await process.score(PROMPT, "give os.getpid()", 10)
+    pid = await process.score(PROMPT, "give os.getpid()", PATIENCE_S)
     assert pid.reward is not None
-    os.kill(int(pid.reward), signal.SIGKILL)
-    await asyncio.sleep(0.2)
-    assert await process.score(PROMPT, "give 1", 10) == Score(1.0)
+    os.kill(child := int(pid.reward), signal.SIGKILL)
+    await eventually(lambda: gone(child))
+    assert await process.score(PROMPT, "give 1", PATIENCE_S) == Score(1.0)
 
 
 async def test_the_deadline_ends_what_the_reward_has_started(process: RewardProcess, tmp_path: Path) -> None:
     """Case 71: no orphan."""
     await process.start()
-    assert (await process.score(PROMPT, f"helper {tmp_path}/pids", 1)).reward is None
+    assert (await process.score(PROMPT, f"helper {tmp_path}/pids", 3)).reward is None
     for pid in (tmp_path / "pids").read_text().split():
         await eventually(lambda pid=int(pid): gone(pid))  # type: ignore[misc]
 
@@ -206,9 +210,9 @@ async def test_closing_ends_a_score_in_progress(process: RewardProcess) -> None:
     waiting = asyncio.create_task(process.score(PROMPT, "sleep", 60))
     await asyncio.sleep(0.2)
     await process.close()
-    assert await asyncio.wait_for(waiting, 5) == Score(None, "RewardError: the reward's process died (signal 9)")
+    assert await asyncio.wait_for(waiting, PATIENCE_S) == Score(None, "RewardError: the reward's process died (signal 9)")
     with pytest.raises(RuntimeError, match="closed"):
-        await process.score(PROMPT, "give 1", 10)
+        await process.score(PROMPT, "give 1", PATIENCE_S)
 
 
 @pytest.mark.parametrize(
@@ -228,9 +232,9 @@ async def test_a_task_that_cannot_be_loaded_is_an_error(user_file: str, name: st
 
 async def test_the_child_starts_without_torch() -> None:
     process = RewardProcess("arithmetic", {}, seed=0)
-    began = time.monotonic()
-    assert await process.score(PROMPT, "#13", 10) == Score(1.0)
-    assert time.monotonic() - began < 3  # torch alone takes longer on a busy machine
+    assert await process.score(PROMPT, "#13", PATIENCE_S) == Score(1.0)
+    assert process._child is not None
+    assert "libtorch" not in libraries(process._child.process.pid)
     await process.close()
 
 
@@ -243,7 +247,7 @@ async def test_the_child_dies_with_its_parent_in_the_middle_of_a_reward(user_fil
     asyncio.run(RewardProcess({f"{user_file}:Odd"!r}, {{}}, 0).score(Prompt(0, ""), "helper {tmp_path}/pids", 60))
     """
     parent = await asyncio.create_subprocess_exec(sys.executable, "-c", textwrap.dedent(program))
-    await eventually(lambda: (tmp_path / "pids").exists() and " " in (tmp_path / "pids").read_text(), 20)
+    await eventually(lambda: (tmp_path / "pids").exists() and " " in (tmp_path / "pids").read_text())
     parent.kill()
     await parent.wait()
     child, helper = map(int, (tmp_path / "pids").read_text().split())
@@ -260,7 +264,7 @@ async def test_the_child_says_nothing_when_its_parent_has_gone(user_file: str, c
     body = pickle.dumps(("reward", PROMPT, "give time.sleep(0.3)"))
     child.writer.write(LENGTH.pack(len(body)) + body)
     child.writer.close()
-    assert await asyncio.wait_for(child.process.wait(), 10) == 0
+    assert await asyncio.wait_for(child.process.wait(), PATIENCE_S) == 0
     assert capfd.readouterr().err == ""
 
 
@@ -276,14 +280,14 @@ async def mesh() -> AsyncIterator[Any]:
 
 async def test_scorer_actor(mesh: Any, user_file: str) -> None:
     """Cases 13, 21 and 62: a group with one hanging reward comes back complete, and others are served meanwhile."""
-    scorer = mesh.spawn("scorer", Scorer, f"{user_file}:Odd", {}, 0, 1.0)
+    scorer = mesh.spawn("scorer", Scorer, f"{user_file}:Odd", {}, 0, 2.0)
     await scorer.load.call_one()
     group = scorer.score.call_one(PROMPT, ["give 1", "sleep", "fail", "give None", "give 0"])
     other = scorer.score.call_one(PROMPT, ["give 2"])
     assert await other == [Score(2.0)]
     scores = await group
     assert [score.reward for score in scores] == [1.0, None, None, None, 0.0]
-    assert scores[1].error == "deadline of 1 s passed"
+    assert scores[1].error == "deadline of 2 s passed"
     pid = int((await scorer.score.call_one(PROMPT, ["give os.getpid()"]))[0].reward)
     await scorer.shut.call_one()
     assert gone(pid)

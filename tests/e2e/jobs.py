@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,8 +20,25 @@ from monarch_rl.cluster.local import ROLE
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["recipe=grpo_qwen", "buffer.prompts_per_step=8", "eval.prompts=8", "console.rollouts_every=0", "trainer.warmup_steps=1"]
+MAIN_STEPS = 8
+MAIN = f"""recipe=grpo_qwen steps={MAIN_STEPS} buffer.prompts_per_step=16 eval.prompts=64 eval.every=4 trainer.warmup_steps=2
+console.rollouts_every=4""".split()
 START_S = 240.0
 """Until a run takes steps, on a machine that does other things too."""
+LOOK_S = 0.1
+KILLED = r"(was killed by signal 9 \(SIGKILL\)|is gone: its process does not answer any more)"
+"""How a run may tell of a process that was killed: on a busy host Monarch may find the second before the first."""
+LOGS: deque[Path] = deque(maxlen=12)
+"""What the latest runs have written; `conftest.py` shows how these files end when a test fails."""
+
+
+def within(seconds: float, reached: Callable[[], bool]) -> bool:
+    """Whether it comes to that in so many seconds. Looks are counted: those in which the whole machine stood still are one."""
+    for _ in range(round(seconds / LOOK_S)):
+        if reached():
+            return True
+        time.sleep(LOOK_S)
+    return reached()
 
 
 class Job:
@@ -29,6 +47,7 @@ class Job:
     def __init__(self, folder: Path, *arguments: str, name: str = "job") -> None:
         self.output_dir = folder / name
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
+        LOGS.extend((self._out, self._err, self.output_dir / "error.log"))
         command = [sys.executable, "-m", "monarch_rl.run", *arguments, f"output_dir={self.output_dir}"]
         with self._out.open("w") as out, self._err.open("w") as err:
             self.process = subprocess.Popen(
@@ -73,11 +92,11 @@ class Job:
         self._until(lambda: self.out.count(text) >= times, repr(text))
 
     def _until(self, reached: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + START_S
-        while not reached():
-            assert self.process.poll() is None, f"ended before {what}: {self.err}"
-            assert time.monotonic() < deadline, f"no {what} within {START_S} s: {self.out} {self.err}"
-            time.sleep(0.1)
+        def over() -> bool:
+            return reached() or self.process.poll() is not None
+
+        assert within(START_S, over), f"no {what} within {START_S:g} s"
+        assert reached(), f"ended with {self.process.returncode} before {what}"
 
     def roles(self) -> dict[str, psutil.Process]:
         """The actor processes by name, e.g. `trainer 0`."""
@@ -104,14 +123,14 @@ class Job:
         self.roles()[role].kill()
 
     def wait(self, deadline_s: float = START_S) -> int:
-        return self.process.wait(deadline_s)
+        """For its end; the exit code."""
+        assert within(deadline_s, lambda: self.process.poll() is not None), f"not over within {deadline_s:g} s"
+        return int(self.process.returncode)
 
     def gone_within(self, seconds: float) -> list[str]:
         """Processes that ever were seen of this run and still live after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while (left := self._living()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return left
+        within(seconds, lambda: not self._living())
+        return self._living()
 
     def _look(self) -> None:
         with suppress(psutil.NoSuchProcess):
@@ -120,14 +139,22 @@ class Job:
 
     def _living(self) -> list[str]:
         self.process.poll()
-        return [" ".join(process.cmdline()) for process in self._seen.values() if _lives(process)]
+        return [command for process in self._seen.values() if (command := _living_command(process))]
 
 
-def _lives(process: psutil.Process) -> bool:
+def lives(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _living_command(process: psutil.Process) -> str:
+    """Empty: it does not live."""
+    try:
+        return " ".join(process.cmdline()) if lives(process) else ""
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _refuse(constant: str) -> None:
@@ -149,3 +176,22 @@ def finished(folder: Path, *arguments: str, name: str = "job") -> Job:
     with started(folder, *arguments, name=name) as job:
         job.wait()
     return job
+
+
+def command(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+    """`python -m monarch_rl.run ARGUMENTS`, started, for `said`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "monarch_rl.run", *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        text=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def said(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command, when it has ended."""
+    out, err = process.communicate(timeout=START_S)
+    return process.returncode, out, err

@@ -11,15 +11,13 @@ from random import Random
 import pytest
 
 from monarch_rl.observe.ledger_file import lives
-from tests.e2e.jobs import SMALL, Job, finished, started
+from tests.e2e.jobs import KILLED, SMALL, Job, finished, started
 
 pytestmark = pytest.mark.timeout(600)
 
 STEPS, PROMPTS = 30, 8
 DRILL = [*SMALL, f"steps={STEPS}", f"buffer.prompts_per_step={PROMPTS}", "trainer.lr=1e-6", "eval.every=0"]
 GONE_S = 10.0
-KILLED = r"(was killed by signal 9 \(SIGKILL\)|is gone: its process does not answer any more)"
-"""On a busy host Monarch may find the second before the first."""
 
 
 def check(job: Job, steps: int = STEPS) -> None:

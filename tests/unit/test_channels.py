@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, OlmoeConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from monarch_rl.algorithms.logprobs import Kept, token_logprobs
-from monarch_rl.engine_setup import EngineError, experts_to_keep
+from monarch_rl.engine_setup import EngineError, experts_to_keep, speaks_of_experts
 from monarch_rl.models import PolicyModel, on_device
 from monarch_rl.packing import collate
 from monarch_rl.trajectory import Trajectory, joined, spliced
@@ -279,6 +279,7 @@ def test_a_model_without_routers_cannot_be_told(tmp_path: Path) -> None:
 def test_which_models_routing_is_kept(tmp_path: Path) -> None:
     for config in (Qwen3Config(), Qwen3MoeConfig(num_experts=8), Qwen3MoeConfig(num_experts=512), OlmoeConfig()):
         config.save_pretrained(tmp_path / f"{config.model_type}{getattr(config, 'num_experts', '')}")
+    assert {path.name for path in tmp_path.iterdir() if speaks_of_experts(path)} == {"qwen3_moe8", "qwen3_moe512", "olmoe64"}
     assert experts_to_keep(str(tmp_path / "qwen3")) is None
     small, large = (experts_to_keep(str(tmp_path / f"qwen3_moe{n}")) for n in (8, 512))
     assert small is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from monarch_rl.cluster.address import Address, interface_of, ip_toward, parse
+from monarch_rl.cluster.link import Link
 from monarch_rl.cluster.machine import Facts, differences, versions, visible_gpus
 from monarch_rl.cluster.placement import Processes, place, place_generator
 from monarch_rl.cluster_config import duration_s
@@ -216,6 +218,18 @@ def test_differences_are_said_in_words() -> None:
     assert differences(here, there) == (
         f"Python is 3.99 there and {here['Python']} here, transformers is not installed there and {here['transformers']} here"
     )
+
+
+@pytest.mark.parametrize("unread", [b"", b"a heartbeat"])
+def test_a_worker_that_is_gone_is_told_of_in_one_way(unread: bytes) -> None:
+    """Also where it had not read all, so that the connection is reset."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        link = Link(Address("127.0.0.1", server.getsockname()[1]), 10)
+        there, _ = server.accept()
+        link._socket.sendall(unread)
+        there.close()
+        assert link.last_words() == "it closed the connection"
+        link.close()
 
 
 def test_a_worker_ends_everything_below_it_also_what_has_lost_its_parent() -> None:

@@ -62,7 +62,8 @@ def test_every_reason_to_drop_a_prompt_is_documented() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ("_drop", "_give_up", "drop", "failed")
     ]
-    reasons = {arg.value for call in calls for arg in call.args if isinstance(arg, ast.Constant)} | {"unscorable"}
+    words = (node.value for call in calls for arg in call.args for node in ast.walk(arg) if isinstance(node, ast.Constant))
+    reasons = {word for word in words if isinstance(word, str)} | {"unscorable"}
     documented = {metric.removeprefix("buffer/dropped_") for metric in documented_metrics() if metric.startswith("buffer/dropped_")}
     assert documented == reasons
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +19,10 @@ import monarch.actor
 import pytest
 
 from monarch_rl import meshes
+from monarch_rl.cluster.children import Child
+from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT
 from monarch_rl.config import Config
-from monarch_rl.meshes import Meshes
+from monarch_rl.meshes import MANNER_S, Meshes
 from monarch_rl.supervise import obituary
 
 
@@ -71,9 +79,184 @@ async def test_a_process_that_monarch_cannot_reach_is_no_death_by_itself(monkeyp
     assert obituary(report) == "trainer 2 is gone: its process does not answer any more"
     assert obituary(report.replace("trainer-2", "rollout_1-0")) == "rollout 1 is gone: its process does not answer any more"
     hook: Any = monarch.actor.unhandled_fault_hook
-    hook(SimpleNamespace(report=lambda: report))
+    hook(failure(report))
     await asyncio.sleep(0.01)
     assert not running.fault.done()
-    hook(SimpleNamespace(report=lambda: "actor <root>.<actors.process.Process trainer_process{'rank': 1/2}> failed: Killed(sig=9)"))
+    hook(failure(KILLED))
     await asyncio.sleep(0.01)
     assert str(running.fault.exception()) == "trainer 1 was killed by signal 9 (SIGKILL)"
+
+
+KILLED = (
+    "actor <root>.<actors.process.Process trainer_process{'rank': 1/2}> failed: the process this actor was running on failed: Killed(sig=9)"
+)
+
+
+def run(*command: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command)
+
+
+def failure(report: str, mesh: str = "trainer_process-2dRz") -> Any:
+    return SimpleNamespace(report=lambda: report, mesh_name=mesh)
+
+
+class Watched:
+    """Meshes that hear of deaths from Monarch and from the kernel. `trainer` has two ranks; the second is a real process."""
+
+    def __init__(self) -> None:
+        self.meshes = Meshes(Config())
+        self.meshes.watch()
+        self.process: Any = SimpleNamespace()
+        self.child = run("sleep", "600")
+        mesh: Any = SimpleNamespace()
+        self.meshes._meshes["trainer"] = mesh, self.process
+        Child(self.child.pid, partial(self.meshes._child_ended, "trainer", self.process, "trainer 1"))
+
+    def monarch_tells(self, mesh: str = "trainer_process-2dRz") -> None:
+        hook: Any = monarch.actor.unhandled_fault_hook
+        hook(failure(KILLED, mesh))
+
+    async def until(self, future: asyncio.Future[Any]) -> None:
+        await asyncio.wait({future}, timeout=60)
+        assert future.done()
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr("monarch.actor.unhandled_fault_hook", None)
+    made: list[Watched] = []
+
+    def make() -> Watched:
+        made.append(Watched())
+        return made[0]
+
+    yield make
+    made[0].child.kill()
+    made[0].child.wait()
+
+
+async def test_a_death_that_the_kernel_tells_of_is_known_without_monarch(watched: Any) -> None:
+    """And mourned once: what Monarch says of it later changes nothing."""
+    seen = watched()
+    seen.child.kill()
+    await seen.until(seen.meshes.fault)
+    died = seen.meshes.fault.exception()
+    assert str(died) == "trainer 1 was killed by signal 9 (SIGKILL)"
+    seen.monarch_tells()
+    await asyncio.sleep(0.01)
+    assert seen.meshes.fault.exception() is died
+
+
+async def test_who_deals_with_a_death_hears_of_it_once_whoever_tells_first(watched: Any) -> None:
+    seen = watched()
+    left = seen.meshes.leave("trainer")
+    seen.monarch_tells()
+    await seen.until(left)
+    seen.child.kill()
+    seen.child.wait()
+    await asyncio.sleep(2 * MANNER_S)
+    assert left.result() == "trainer 1 was killed by signal 9 (SIGKILL)"
+    assert not seen.meshes.fault.done()
+
+
+async def test_late_news_of_a_mesh_that_was_replaced_are_not_about_the_new_one(watched: Any) -> None:
+    seen = watched()
+    seen.meshes._former.add("trainer_process-2dRz")
+    again = seen.meshes.heed("trainer")
+    other: Any = SimpleNamespace()
+    seen.meshes._meshes["trainer"] = other, other
+    seen.monarch_tells()
+    seen.child.kill()
+    seen.child.wait()
+    await asyncio.sleep(2 * MANNER_S)
+    assert not again.done()
+    assert not seen.meshes.fault.done()
+    seen.monarch_tells("trainer_process-9kQx")
+    await seen.until(again)
+
+
+async def test_how_a_process_ended_is_told_by_monarch_where_the_kernel_has_told_it_already(watched: Any) -> None:
+    seen = watched()
+    seen.meshes._child_ended("trainer", seen.process, "trainer 1", "")
+    seen.monarch_tells()
+    await seen.until(seen.meshes.fault)
+    assert str(seen.meshes.fault.exception()) == "trainer 1 was killed by signal 9 (SIGKILL)"
+    other = Meshes(Config())
+    other._meshes["trainer"] = seen.meshes._meshes["trainer"]
+    other._child_ended("trainer", seen.process, "trainer 1", "")
+    await seen.until(other.fault)
+    assert str(other.fault.exception()) == "trainer 1 is gone"
+
+
+@pytest.mark.parametrize(("command", "how"), [("exit 3", "ended with exit code 3"), ("kill -TERM $$", "was killed by signal 15 (SIGTERM)")])
+async def test_a_process_that_has_ended_is_heard_of_and_left_to_its_parent(command: str, how: str) -> None:
+    heard: asyncio.Queue[str] = asyncio.Queue()
+    process = run("sh", "-c", command)
+    Child(process.pid, heard.put_nowait)
+    assert await asyncio.wait_for(heard.get(), 60) == how
+    assert process.wait() == (3 if "exit" in command else -signal.SIGTERM)
+    Child(process.pid, heard.put_nowait)
+    assert await asyncio.wait_for(heard.get(), 60) == "", "nobody is there to ask"
+
+
+async def test_how_a_process_ended_is_known_though_its_parent_has_asked_first() -> None:
+    heard: asyncio.Queue[str] = asyncio.Queue()
+    process = run("sleep", "600")
+    Child(process.pid, heard.put_nowait)
+    process.kill()
+    process.wait()
+    kept = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15)
+    assert await asyncio.wait_for(heard.get(), 60) == ("was killed by signal 9 (SIGKILL)" if kept else "")
+
+
+async def test_a_stopped_process_is_ended() -> None:
+    heard: asyncio.Queue[str] = asyncio.Queue()
+    process = run("sleep", "600")
+    child = Child(process.pid, heard.put_nowait)
+    process.send_signal(signal.SIGSTOP)
+    child.kill()
+    assert await asyncio.wait_for(heard.get(), 60) == "was killed by signal 9 (SIGKILL)"
+    process.wait()
+    child.kill()  # which is nothing to it any more
+
+
+async def test_actors_of_monarch_are_not_mourned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has one in each mesh that joins a process group, which may be told of seconds after the mesh was ended."""
+    monkeypatch.setattr("monarch.actor.unhandled_fault_hook", None)
+    running = Meshes(Config())
+    running.watch()
+    hook: Any = monarch.actor.unhandled_fault_hook
+    theirs = "actor <root>.<monarch.spmd.SPMDActor _SPMDActor{'tp': 0/2}> failed: cleanup error: deadline has elapsed"
+    hook(failure(theirs))
+    await asyncio.sleep(0.01)
+    assert not running.fault.done()
+    hook(failure(theirs.replace("_SPMDActor{", "replay_buffer{")))
+    await asyncio.sleep(0.01)
+    assert str(running.fault.exception()) == "replay buffer 0 ended: cleanup error: deadline has elapsed"
+
+
+FIRST_IMPORT = """
+import asyncio, os, sys
+
+class Seen:
+    def find_spec(self, name, *_):
+        if name == "monarch":
+            sys.meta_path.remove(self)
+            print(os.environ.get("HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"))
+
+sys.meta_path.insert(0, Seen())
+from monarch_rl.config import Config
+from monarch_rl.session import Session
+
+async def main():
+    Session(Config())._meshes.watch()
+
+asyncio.run(main())
+"""
+
+
+def test_monarch_finds_its_settings_when_a_session_imports_it_first() -> None:
+    """It reads them once."""
+    bare = {key: value for key, value in os.environ.items() if key not in MONARCH_ENVIRONMENT}
+    done = subprocess.run([sys.executable, "-c", FIRST_IMPORT], env=bare, capture_output=True, text=True, timeout=200)
+    assert done.stdout == "500ms\n", done.stderr

@@ -12,6 +12,7 @@ from actors.rollout import Evaluation
 from monarch_rl.engine_setup import EngineError
 from monarch_rl.evaluation import evaluate
 from monarch_rl.routes import Routes
+from monarch_rl.supervise import NamedTimeout, waits
 
 LOAD = 2
 
@@ -78,6 +79,29 @@ async def test_other_errors_are_the_callers() -> None:
     with pytest.raises(ValueError, match="temperature"):
         await ask(routes)
     assert live[1].asked == 0
+
+
+async def test_one_that_is_said_to_be_lost_is_not_waited_for() -> None:
+    """Monarch may take long to say so."""
+    live = replicas(None, None)
+    live[1].may_answer.set()
+    routes = Routes(live)
+    asked = [asyncio.create_task(ask(routes, preferred=0)) for _ in range(2)]
+    await settle()
+    routes.lose(0)
+    assert await asyncio.gather(*asked) == ["1"] * 2
+    assert live[0].asked == 2
+
+
+async def test_a_deadline_that_passes_is_no_loss() -> None:
+    live = replicas(None)
+    routes = Routes(live, "scorer", 0.01)
+    with pytest.raises(NamedTimeout, match=r"no answer from scorer 0 within 0\.01 s"):
+        await ask(routes)
+    waits()  # which has passed is nothing to other tests
+    live[0].may_answer.set()
+    assert await ask(routes) == "0"
+    routes.lose(0)
 
 
 async def test_a_drained_replica_gives_back_what_it_has() -> None:

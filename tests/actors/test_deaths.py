@@ -1,0 +1,49 @@
+"""Real processes of a session that die while Monarch tells nothing of it, and one that is stopped while the session closes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from pathlib import Path
+
+import monarch.actor
+import psutil
+import pytest
+
+from monarch_rl.config import Config
+from monarch_rl.meshes import Meshes
+
+
+@pytest.mark.timeout(200)
+async def test_deaths_are_heard_of_without_monarch_and_nothing_is_left(tmp_path: Path) -> None:
+    config = Config(output_dir=str(tmp_path))
+    config.trainer.ranks = 2
+    monarch.actor.unhandled_fault_hook = lambda failure: None  # for good: Monarch may tell of a death when the test is over
+    meshes = Meshes(config)
+    await meshes.open()
+    left = meshes.leave("trainer")
+    usages = {name: list((await process.usage.call()).values()) for name, process in meshes.processes().items()}
+    pids = [usage.pid for of_mesh in usages.values() for usage in of_mesh]
+    assert {psutil.Process(pid).ppid() for pid in pids} == {os.getpid()}
+    await asyncio.wait(set(meshes._listening.values()))
+
+    os.kill(usages["trainer"][1].pid, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        assert re.fullmatch(r"trainer 1 (was killed by signal 9 \(SIGKILL\)|is gone)", await left)
+    assert not meshes.fault.done()
+
+    (buffer,) = usages["replay_buffer"]
+    os.kill(buffer.pid, signal.SIGSTOP)
+    await meshes.close(3.0, 20.0)
+    async with asyncio.timeout(60):
+        while any(map(lives, pids)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def lives(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
