@@ -361,8 +361,9 @@ def record_loads(llm: Any, model: Any, model_path: str, lora: LoraConfig | None)
             return Loads(*engine_adapter.record_adapter(llm, model, weights, adapter, lora.rank), engine_adapter.request())
         try:
             return Loads(*record(model, weights), [])
-        except PlanError as error:
-            plan, views, load = record_whole(model, partial(_load_as_saved, llm, model, _without_weights(model_path)), weights, str(error))
+        except (PlanError, ValueError) as error:  # what a loader raises that knows the weights by other names
+            loader = partial(_load_as_saved, llm, model, _without_weights(model_path))
+            plan, views, load = record_whole(model, loader, weights, str(error).partition(". ")[0])
             return Loads(plan, views, [], load=load)
 
 
