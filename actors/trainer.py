@@ -72,7 +72,7 @@ class Trainer(Actor):
             torch.cuda.set_device(0)
         store = loopback_store(self._rank, self._world, int(os.environ["MASTER_PORT"])) if self._config.cluster.kind == "local" else None
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=self._rank, world_size=self._world)
-        self._saver = Saver(dist.new_group(backend="gloo"))
+        self._saver = Saver(dist.new_group(backend="gloo"), apart=self._config.checkpoint.every > 0)
         mesh = init_device_mesh("cuda" if cuda else "cpu", (self._world,), mesh_dim_names=("fsdp",))
         model, bf16 = self._config.model, self._config.model.dtype == "bfloat16"
         policy = load_causal_lm(model.path)

@@ -79,6 +79,9 @@ def model_of(mb: int) -> LoadPlan:
 
 
 async def stall(config: Config, plan: LoadPlan, options: Namespace) -> tuple[str, Row]:
+    import monarch.actor
+
+    monarch.actor.unhandled_fault_hook = lambda _: None  # Monarch takes the stopped one for dead; calls fail by themselves
     async with system(config, plan, max(READERS)) as (stager, readers, _):
         rows, result, following = [], {}, 0
         await asyncio.gather(*[reader.pid.call_one() for reader in readers])  # they have started
@@ -268,7 +271,7 @@ async def generating(config: Config) -> AsyncIterator[tuple[Any, Any, LoadPlan]]
     meshes = [local.spawn(host, Processes(name, "proc", 1), environment) for name in ("generator", "rollout", "metrics")]
     metrics: Any = meshes[2].spawn("metrics", Metrics)
     generator: Any = meshes[0].spawn("generator", SwappingGenerator, config, 0, metrics)
-    caller: Any = meshes[1].spawn("caller", Caller, generator)
+    caller: Any = meshes[1].spawn("caller", Caller, generator, config.generator.burst_tokens)
     try:
         plan: LoadPlan = await generator.start.call_one()
         await generator.load.call_one(Renderer.of(config.model).directory)

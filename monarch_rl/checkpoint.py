@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed import ProcessGroup
 
+    from monarch_rl.checkpoint_process import WriterProcess
     from monarch_rl.learner import Learner
 
 PROGRESS = "progress.json"
@@ -140,13 +142,15 @@ class Saver:
     """Writes the checkpoints of one trainer rank beside its steps, one after the other.
 
     The trainer stands still for one copy of its state. The memory of the copy is kept, since to get it anew takes longer than to fill it,
-    and so is what torch knows of the state, which takes a while in Python.
+    and so is what torch knows of the state, which takes a while in Python. A thread has torch plan the files and writes them, or has them
+    written by a process as soon as that has started.
     """
 
-    def __init__(self, group: ProcessGroup | None) -> None:
-        """`group`: of its own, with a CPU backend, since training goes on in the others."""
-        self._group = group
+    def __init__(self, group: ProcessGroup | None, apart: bool = False) -> None:
+        """`group`: of its own, with a CPU backend, as training goes on in the others. `apart`: by a process, where there will be many."""
+        self._group, self._apart = group, apart and sys.platform == "linux"
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._process: WriterProcess | None = None
         self._writing: Future[None] | None = None
         self._where: list[int] = []
         """addresses of the learner's tensors, as they were when the copy was laid out"""
@@ -162,6 +166,7 @@ class Saver:
         self._writing = self._thread.submit(self._write, folder, told)
 
     def close(self) -> None:
+        self._thread.submit(self._end_process)
         self._thread.shutdown()
 
     def _take(self, learner: Learner) -> None:
@@ -170,29 +175,46 @@ class Saver:
         with torch.no_grad():
             held = _held(learner)
             if self._where != [tensor.data_ptr() for tensor in held]:
-                return self._lay_out(learner, pinned=held[0].is_cuda)
+                return self._lay_out(learner, on_gpu=held[0].is_cuda)
             for copy, tensor in self._pairs:
                 copy.copy_(tensor, non_blocking=True)
             if held[0].is_cuda:
                 torch.cuda.current_stream().synchronize()
 
-    def _lay_out(self, learner: Learner, pinned: bool) -> None:
+    def _lay_out(self, learner: Learner, on_gpu: bool) -> None:
         """A first copy, which those that follow are written over."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+        pinned = on_gpu and not self._apart
         at_once = StagingOptions(use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
         state = _state(learner)
         self._copy = DefaultStager(at_once).stage(state)  # type: ignore[assignment]  # a Future with async staging only
-        pairs = zip(_tensors(self._copy), _tensors(state), strict=True)
+        copies = list(_tensors(self._copy))
+        if self._apart:
+            self._thread.submit(self._start_process, copies, on_gpu).result()
+        pairs = zip(copies, _tensors(state), strict=True)
         self._pairs = list({copy.data_ptr(): (copy, tensor) for copy, tensor in pairs}.values())  # a tied weight has two names
         self._where = [tensor.data_ptr() for tensor in _held(learner)]
+
+    def _start_process(self, copies: list[Tensor], pinned: bool) -> None:
+        """By the thread, as the process ends with the thread that has started it."""
+        from monarch_rl.checkpoint_process import WriterProcess
+
+        self._end_process()
+        self._process = WriterProcess(copies, pinned)
+
+    def _end_process(self) -> None:
+        if self._process is not None:
+            self._process.close()
 
     def _write(self, folder: Path, told: Callable[[Exception | None], None]) -> None:
         from torch.distributed.checkpoint.state_dict_saver import save
 
+        from monarch_rl.checkpoint_process import writer
+
         try:
             with _one_line(OSError, f"the checkpoint cannot be written in {folder}"):
-                save(self._copy, checkpoint_id=folder, process_group=self._group)
+                save(self._copy, storage_writer=writer(folder, self._process), process_group=self._group)
         except OSError as error:
             told(error)
         else:

@@ -131,6 +131,7 @@ def build_llm(
     except Exception:
         llm.engine_core.shutdown()  # nobody else knows it yet
         raise
+    _remove_meeting_file()
     if cpu and keep_masks:
         record_masks(llm)
     if cpu and experts:
@@ -145,6 +146,17 @@ def _warm_up(llm: Any) -> None:
     llm.add_request("warm-up", tokens_input([0]), SamplingParams(max_tokens=1, top_k=1, seed=0, logprobs=0, detokenize=False))
     while llm.has_unfinished_requests():
         llm.step()
+
+
+def _remove_meeting_file() -> None:
+    """Where an engine of one rank has met itself. Torch removes it at the orderly end of a process, to which ours do not come."""
+    from torch.distributed import FileStore, PrefixStore, distributed_c10d
+
+    store = distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, FileStore):
+        Path(store.path).unlink(missing_ok=True)
 
 
 def experts_to_keep(model_path: str) -> Experts | None:

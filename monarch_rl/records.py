@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from monarch_rl.config import Config, UserError
 from monarch_rl.lives import Holdings
 from monarch_rl.observe import console
+from monarch_rl.observe.charts import SILENT_S
 from monarch_rl.observe.live import make_console
 from monarch_rl.observe.metrics import GeneratorFigures, GeneratorReport, MetricsFile
 from monarch_rl.observe.report import write_report
@@ -30,8 +31,12 @@ if TYPE_CHECKING:
 DEADLINE_S = 60.0
 RECENT = 2000
 """Spans of an actor that are kept for figures."""
+COLLECT_S = 0.5
+"""Between two collections of what there is news of: each is two calls, and Monarch keeps a kilobyte of every call for ever."""
 LOOK_S = 1.0
 """Between two looks into the replay buffer, for display."""
+ROWS = 256
+"""Rows that are kept; `metrics.jsonl` has all."""
 
 
 def too_slow(before: Iterable[GeneratorReport], after: Iterable[GeneratorReport]) -> list[str]:
@@ -54,14 +59,16 @@ class Records:
         self._started = time.monotonic()
         self._queue: asyncio.Queue[tuple[int, Mapping[str, float]]] = asyncio.Queue()
         self._figures = GeneratorFigures()
-        self._evaluated: dict[str, Any] = {}
+        self._evaluation: dict[str, Any] = {}
         self._file: MetricsFile | None = None
         self._looked = 0.0
         self.console = make_console(config)
         self.version = Version(0, 0)
         """Of the trainer's weights."""
-        self.rows: list[dict[str, Any]] = []
-        """Written by this session."""
+        self.rows: deque[dict[str, Any]] = deque(maxlen=ROWS)
+        """The last that this session has written."""
+        self.evaluated: dict[str, Any] = {}
+        """The last of them with an evaluation."""
         self.reports: list[GeneratorReport] = []
         """The latest of each generator."""
         self.recent: dict[str, deque[Span]] = {}
@@ -78,7 +85,7 @@ class Records:
         """The trainers have restarted from a checkpoint: rows of later steps are undone. All that were put must be `written`."""
         assert self._file is not None
         self._file.cut(version.step)
-        self.rows = [row for row in self.rows if row["step"] <= version.step]
+        self.rows = deque((row for row in self.rows if row["step"] <= version.step), ROWS)
         self.version = version
 
     def put(self, step: int, stats: Mapping[str, float]) -> None:
@@ -86,7 +93,7 @@ class Records:
 
     def put_evaluation(self, figures: Mapping[str, Any]) -> None:
         """Goes into the next row."""
-        self._evaluated = dict(figures)
+        self._evaluation = dict(figures)
 
     async def written(self) -> None:
         """Every row that was put is in the file."""
@@ -106,6 +113,7 @@ class Records:
             await self.collect()
             if time.monotonic() - self._looked > LOOK_S:
                 await self.look()
+            await asyncio.sleep(COLLECT_S)
 
     async def look(self) -> None:
         """See what the replay buffer holds."""
@@ -124,9 +132,15 @@ class Records:
 
     def spans(self, lane: str, records: list[Record]) -> None:
         spans = [record for record in records if isinstance(record, Span)]
+        if lane not in self.recent:
+            self._forget_silent()
         self.recent.setdefault(lane, deque(maxlen=RECENT)).extend(spans)
         self.trace.add(lane, records)
         self.console.spans(lane, spans)
+
+    def _forget_silent(self) -> None:
+        since_ns = time.time_ns() - int(SILENT_S * 1e9)
+        self.recent = {lane: spans for lane, spans in self.recent.items() if spans and spans[-1].end_ns > since_ns}
 
     def start(self) -> None:
         """Show something, and say in the output folder, which is there by now, that the run goes on."""
@@ -162,8 +176,7 @@ class Records:
         if step:
             figures: dict[str, float] = await answer(self._buffer.stats.call_one(step), "replay buffer (stats)", DEADLINE_S)
             row |= figures
-        evaluated, self._evaluated = self._evaluated, {}
-        self.rows.append(row | evaluated)
+        self.rows.append(row | self._taken_evaluation(row))
         self._file.write(self.rows[-1])
         self._trackers.row(self.rows[-1])
         self.console.row(self.rows[-1])
@@ -175,9 +188,15 @@ class Records:
     def _add(self, row: dict[str, Any]) -> None:
         """An evaluation that no further row will hold."""
         assert self._file is not None
-        evaluated, self._evaluated = self._evaluated, {}
-        if evaluated:
+        if evaluated := self._taken_evaluation(row):
             row |= evaluated
             self._file.rewrite(row)
             self._trackers.row(row)
             self.console.row_again(row)
+
+    def _taken_evaluation(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """What came of one since the row before; nothing in most."""
+        taken, self._evaluation = self._evaluation, {}
+        if taken:
+            self.evaluated = {**row, **taken}
+        return taken

@@ -177,6 +177,7 @@ class Replicas:
         await self.started(number)
         following = asyncio.ensure_future(self._follow(number))
         pulled = asyncio.ensure_future(answer(generator.ready.call_one(0), f"generator {number} (first pull)", START_DEADLINE_S))
+        pulled.add_done_callback(lambda done: done.cancelled() or done.exception())  # where it is lost, `following` may tell first
         done, _ = await asyncio.wait({following, pulled}, return_when=asyncio.FIRST_COMPLETED)
         done.pop().result()
         self._tasks.create_task(ended(following), name=f"generator {number}")

@@ -139,6 +139,7 @@ class Running:
         if self.config.eval.prompts and not self.config.replay:
             published = step if step == self.config.steps else step - step % self.config.weights.every
             of = self.version._replace(step=published)
+            self._evaluations = {going for going in self._evaluations if not going.done()}
             self._evaluations.add(self._background.create_task(self._evaluate(of), name=f"evaluation of step {step}"))
 
     async def evaluations(self) -> None:

@@ -16,6 +16,7 @@ from monarch_rl.evaluation import Evaluated
 from monarch_rl.generator_config import SAMPLED_BY
 from monarch_rl.meshes import ActorDied
 from monarch_rl.observe.metrics import GeneratorReport
+from monarch_rl.observe.report import read_rows
 from monarch_rl.output import check_output_dir, make_output_dir
 from monarch_rl.running import CLOSE_S, STOP_S, Halted, Running
 from monarch_rl.supervise import answer, cause, root
@@ -139,7 +140,7 @@ class Session(Running):
         """Train `n` optimizer steps and show their rows."""
         first = self.version.step
         await self.train(first + n)
-        return tables.of_rows([row for row in self._records.rows if row["step"] > first])
+        return tables.of_rows([row for row in self._rows() if row["step"] > first])
 
     async def pause(self) -> None:
         """Begin no optimizer step until `resume`; returns when the one in progress is done. Rollouts go on as far as `max_age` allows."""
@@ -309,7 +310,7 @@ class Session(Running):
     @property
     def trainer(self) -> Table:
         """The last steps."""
-        return tables.of_rows(self._records.rows[-8:])
+        return tables.of_rows(list(self._records.rows)[-8:])
 
     def curves(self, *groups: Sequence[str]) -> Figure:
         """Metrics over the optimizer steps, as a plotly figure with one chart for each group of names.
@@ -317,7 +318,7 @@ class Session(Running):
         Raises:
             UserError: plotly is not installed.
         """
-        return figures.curves(self._records.rows, groups or DEFAULT_CURVES)
+        return figures.curves(self._rows(), groups or DEFAULT_CURVES)
 
     def lanes(self, last_s: float = 20.0) -> Figure:
         """Who did what in the last seconds, as a plotly figure.
@@ -373,7 +374,13 @@ class Session(Running):
         return Renderer.of(self.config.model)
 
     def _summary(self) -> Table:
-        return tables.of_session(self.config, self._state, self.version, self._records.rows, self._meshes.hosts.dashboard.url)
+        records, dashboard = self._records, self._meshes.hosts.dashboard.url
+        last = records.rows[-1] if records.rows else {}
+        return tables.of_session(self.config, self._state, self.version, last, records.evaluated, dashboard)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """All that are written, also those of an earlier run that this one goes on with."""
+        return read_rows(self.output_dir / "metrics.jsonl")
 
 
 def _count(number: int, what: str) -> str:

@@ -123,9 +123,10 @@ def _life(life: Life, now: float) -> tuple[object, ...]:
     return (life.ordinal, life.state, seconds, *claim, "-".join(sorted(set(span), key=span.index)), life.reason)
 
 
-def of_session(config: Config, state: str, version: Version, rows: Sequence[Mapping[str, Any]], dashboard: str = "") -> Table:
-    last = rows[-1] if rows else {}
-    evaluated: Mapping[str, Any] = next((row for row in reversed(rows) if "eval/accuracy" in row), {})
+def of_session(
+    config: Config, state: str, version: Version, last: Mapping[str, Any], evaluated: Mapping[str, Any], dashboard: str = ""
+) -> Table:
+    """`last`: the last row; `evaluated`: the last one with an evaluation."""
     listed: list[tuple[object, object]] = [
         ("state", state),
         ("step", f"{version.step} of {config.steps}"),

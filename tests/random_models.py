@@ -18,14 +18,6 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},  # q, k and v have biases
     "qwen3_tied": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 32},
     "qwen3_untied": {"model_type": "qwen3", "tie_word_embeddings": False, "head_dim": 32},
-    "gpt2": {"model_type": "gpt2", "tie_word_embeddings": True, "n_positions": 256},  # transposed: loaded by vLLM's own loader
-    "mixtral": {  # so are experts that vLLM knows by other names
-        "model_type": "mixtral",
-        "tie_word_embeddings": False,
-        "head_dim": 32,
-        "num_local_experts": 5,
-        "num_experts_per_tok": 2,
-    },
     "qwen3_moe": {
         "model_type": "qwen3_moe",
         "tie_word_embeddings": False,
@@ -37,11 +29,23 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 
+OWN_LOADER: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "tie_word_embeddings": True, "n_positions": 256},  # transposed
+    "mixtral": {  # experts by other names
+        "model_type": "mixtral",
+        "tie_word_embeddings": False,
+        "head_dim": 32,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+    },
+}
+"""Of which vLLM's loader does more than copy."""
+
 
 def write_model(path: Path, shape: str, seed: int = 0) -> Path:
     """Every weight random, biases and norms too, and large enough for a distribution that is far from uniform."""
     config = AutoConfig.for_model(
-        **SHAPES[shape],
+        **(SHAPES | OWN_LOADER)[shape],
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=96,

@@ -25,7 +25,15 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def outlive_sigterm() -> None:
+    """A batch system sends it to all processes of a job at once. The controller ends this one, when it has saved with its help.
+
+    It is not ignored: whatever is started from here would inherit that."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+
+
 if __name__ == "__main__":
     die_with_parent(int(os.environ[CONTROLLER]))
+    outlive_sigterm()
     signal.signal(signal.SIGQUIT, signal.SIG_IGN)  # a terminal sends it to all; the controller shows who waits for whom
     runpy.run_module("monarch._src.actor.bootstrap_main", run_name="__main__", alter_sys=True)

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from monarch_rl.cluster.address import Address, free_port, interface_of
-from monarch_rl.cluster.child import CONTROLLER, die_with_parent
+from monarch_rl.cluster.child import CONTROLLER, die_with_parent, outlive_sigterm
 from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT, ROOT
 
 START_S = 60.0
@@ -95,6 +95,7 @@ def _children() -> Iterator[int]:
 
 def main() -> None:
     die_with_parent(int(os.environ[CONTROLLER]))
+    outlive_sigterm()
     from monarch_rl.observe.quiet import silent_stderr
 
     with silent_stderr():

@@ -62,8 +62,8 @@ class Worker:
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # what loses its parent below us becomes ours to end
         loop = asyncio.get_running_loop()
         self._over: asyncio.Future[int] = loop.create_future()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._finish, 128 + number)
+        loop.add_signal_handler(signal.SIGINT, self._finish, 128 + signal.SIGINT)
+        loop.add_signal_handler(signal.SIGTERM, self._terminate)
         try:
             self._ip = socket.gethostbyname(address.host)
             server = await asyncio.start_server(self._serve, self._ip, address.port)
@@ -84,6 +84,13 @@ class Worker:
     def _finish_unclaimed(self) -> None:
         if not self._owner:
             self._finish(1)
+
+    def _terminate(self) -> None:
+        """When a Slurm job is cancelled its controller hears of it too, saves what it has with the processes here, and lets them go."""
+        if self._owner and "SLURM_STEP_ID" in os.environ:
+            _say(f"Slurm ends this job; {self._owner} may save first")
+        else:
+            self._finish(128 + signal.SIGTERM)
 
     def _finish(self, code: int) -> None:
         if not self._over.done():

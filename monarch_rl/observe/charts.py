@@ -19,6 +19,8 @@ WEIGHTS = ("stage", "pull", "swap")
 """Spans on the upper half: weights under way, usually at the same time."""
 KEPT = 1000
 """Intervals of one kind that a lane remembers."""
+SILENT_S = 120.0
+"""An actor that has told of nothing for so long may be gone for good: its spans are kept no longer than until another one comes."""
 
 Cell = tuple[str | None, float, str | None]
 """What one character of a lane shows: the kind of work that fills most of it, the share (0…1) of it that this kind fills, and the
@@ -91,12 +93,22 @@ class Lanes:
         return sorted(self._lanes, key=_lane_order)
 
     def add(self, lane: str, spans: Iterable[Span]) -> None:
+        if lane not in self._lanes:
+            self._forget_silent()
         kinds = self._lanes.setdefault(lane, {})
         for span in spans:
             kinds.setdefault(span.name, []).append((span.start_ns, span.end_ns))
             self.end_ns = max(self.end_ns, span.end_ns)
         for kind, intervals in kinds.items():
             kinds[kind] = _union(intervals)[-KEPT:]
+
+    def _forget_silent(self) -> None:
+        since_ns = self.end_ns - int(SILENT_S * 1e9)
+        self._lanes = {
+            lane: kinds
+            for lane, kinds in self._lanes.items()
+            if max((intervals[-1][1] for intervals in kinds.values()), default=self.end_ns) >= since_ns
+        }
 
     def cells(self, lane: str, cell_s: float, width: int) -> list[Cell]:
         """The last `width` cells, the newest last; cells begin at multiples of `cell_s`, so that a strip moves by whole characters."""

@@ -81,6 +81,10 @@ class LiveConsole:
     def reports(self, step: int, reports: Iterable[GeneratorReport]) -> None:
         now = time.monotonic()
         for report in reports:
+            if report.ended:
+                self._meters.pop(report.replica, None)
+                self._view.replicas.pop(report.replica, None)
+                continue
             meter = self._meters.setdefault(report.replica, Meter())
             self._view.replicas[report.replica] = meter.read(now, step, report)
 

@@ -31,6 +31,8 @@ ROWS = {"generate", "rollout"}
 """Spans that overlap each other; each gets a row that is free."""
 DETAILS = ROWS | {"score", "observe"}
 TRACKS = {"pull": (1, "weights"), "swap": (1, "weights")}
+STAGED = 64
+"""Versions whose staging is remembered for the arrows to their pulls, and pulls that wait for that of theirs."""
 FIRST_ROW = 2
 FIRST_LANE = "trainer 0"
 
@@ -101,8 +103,10 @@ class Trace:
         self._put(lane, span.name, span.start_ns, span.end_ns, track, name, span.args)
         if span.name == "stage" and lane == FIRST_LANE and span.args:
             self._staged[span.args["version"]] = span
+            if len(self._staged) > STAGED:
+                del self._staged[next(iter(self._staged))]
         if span.name == "pull":
-            self._pulled.append((lane, span))
+            self._pulled = [*self._pulled[1 - STAGED :], (lane, span)]
         self._draw_arrows()
 
     def _in_a_row(self, lane: str, span: Span) -> None:

@@ -34,7 +34,22 @@ async def test_deaths_are_heard_of_without_monarch_and_nothing_is_left(tmp_path:
         assert re.fullmatch(r"trainer 1 (was killed by signal 9 \(SIGKILL\)|is gone)", await left)
     assert not meshes.fault.done()
 
+    await meshes.renew("trainer")
+    again = meshes.heed("trainer")
+    await asyncio.wait(set(meshes._listening.values()))
+    first, second = [usage.pid for usage in (await meshes.processes()["trainer"].usage.call()).values()]
+    assert not any(lives(pid) for pid in pids if pid not in {usage.pid for usage in usages["replay_buffer"]})
+    pids += [first, second]
+    assert not again.done()
+    os.kill(first, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        assert re.fullmatch(r"trainer 0 (was killed by signal 9 \(SIGKILL\)|is gone)", await again)
+
     (buffer,) = usages["replay_buffer"]
+    os.kill(buffer.pid, signal.SIGTERM)
+    await asyncio.sleep(0.2)
+    (still,) = (await meshes.processes()["replay_buffer"].usage.call()).values()
+    assert still.pid == buffer.pid, "what a batch system sends to all is for the controller to act on"
     os.kill(buffer.pid, signal.SIGSTOP)
     await meshes.close(3.0, 20.0)
     async with asyncio.timeout(60):

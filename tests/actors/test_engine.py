@@ -14,6 +14,7 @@ import pytest
 import pytest_asyncio
 import torch
 from torch import Tensor
+from torch.distributed import FileStore, PrefixStore, distributed_c10d
 from transformers import (
     AutoConfig,
     PreTrainedModel,
@@ -31,7 +32,7 @@ from monarch_rl.engine_requests import PromptTooLong, UnusablePrompt
 from monarch_rl.types import Generation, Sampling, Version
 from monarch_rl.weights.pull import WeightsDiffer
 from monarch_rl.weights.slots import checksum
-from tests.engines import System, held_after, started, tokens
+from tests.engines import System, held_after, started
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
@@ -141,9 +142,10 @@ async def test_with_recompute_tokens_after_a_swap_are_those_of_the_new_weights_a
     old_version = await system.publish()
     prompts = system.prompts(24)
     running = asyncio.ensure_future(system.generate(prompts, Sampling(80)))
-    await tokens(system.engine, 24 * 20)
-    old = system.train()
-    new_version = await system.publish()
+    async with held_after(system.engine, 24 * 20):
+        old = system.train()
+        swap = asyncio.ensure_future(system.publish())
+    new_version = await swap
     for prompt, generation in zip(prompts, await running, strict=True):
         switch = int((generation.versions_T == old_version.pack()).sum())
         assert 0 < switch < 80
@@ -216,6 +218,18 @@ async def test_a_stop_id_ends_the_completion_and_is_part_of_it(system: System) -
     assert (stopped.ids_T.dtype, stopped.logprobs_T.dtype, stopped.versions_T.dtype) == (np.int32, np.float32, np.int64)
 
 
+def meeting_file() -> Path:
+    store = distributed_c10d._get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, FileStore)
+    return Path(store.path)
+
+
+async def test_no_temporary_file_is_left_of_its_start(system: System) -> None:
+    assert not meeting_file().exists()
+
+
 async def test_bad_prompts_leave_the_engine_unharmed(system: System) -> None:
     context, vocabulary = system.engine._context, system.model.config.vocab_size
     with pytest.raises(PromptTooLong, match=f"a prompt of {context} tokens leaves no room in a context of {context} tokens"):
@@ -236,10 +250,12 @@ async def test_bad_prompts_leave_the_engine_unharmed(system: System) -> None:
 
 async def test_abort_returns_what_was_sampled(system: System) -> None:
     request = asyncio.ensure_future(system.engine.generate([1, 2, 3], Sampling(200), 5, request_id="mine"))
-    await tokens(system.engine, 3)
+    async with held_after(system.engine, 3):
+        again = asyncio.ensure_future(system.engine.generate([1], Sampling(1), 0, request_id="mine"))
+        abort = asyncio.ensure_future(system.engine.abort("mine"))
     with pytest.raises(EngineError, match="mine is already running"):
-        await system.engine.generate([1], Sampling(1), 0, request_id="mine")
-    await system.engine.abort("mine")
+        await again
+    await abort
     partial = await request
     whole = await system.engine.generate([1, 2, 3], Sampling(200), 5)
     length = len(partial.ids_T)
@@ -252,8 +268,8 @@ async def test_abort_returns_what_was_sampled(system: System) -> None:
 
 async def test_a_cancelled_generation_leaves_the_engine(system: System) -> None:
     request = asyncio.ensure_future(system.engine.generate([1, 2, 3], Sampling(200), 5))
-    await tokens(system.engine, 3)
-    request.cancel()
+    async with held_after(system.engine, 3):
+        request.cancel()
     with pytest.raises(asyncio.CancelledError):
         await request
     await system.engine.abort("nothing: only returns when the engine has passed this point")
@@ -262,7 +278,7 @@ async def test_a_cancelled_generation_leaves_the_engine(system: System) -> None:
 
 async def test_statistics_count_every_token_and_sleep_when_idle(system: System) -> None:
     before = system.engine.stats()
-    await system.generate(system.prompts(8), Sampling(10))
+    await system.engine.generate_group([1, 2, 3], Sampling(10), range(8))
     after = system.engine.stats()
     await asyncio.sleep(0.3)
     await system.publish()
@@ -278,8 +294,8 @@ async def test_statistics_count_every_token_and_sleep_when_idle(system: System) 
 async def fails(system: System, break_it: Callable[[], Any], cause: str) -> None:
     """Breaking the engine fails what is pending, and what comes later at once."""
     pending = [asyncio.ensure_future(system.engine.generate([1, 2], Sampling(200), seed)) for seed in range(3)]
-    await tokens(system.engine, 6)
-    broken = break_it()
+    async with held_after(system.engine, 6):
+        broken = break_it()
     for result in await asyncio.gather(*pending, return_exceptions=True):
         assert isinstance(result, EngineError)
         assert cause in str(result)
@@ -349,15 +365,16 @@ async def test_a_failing_step_fails_what_is_pending(doomed: System, monkeypatch:
     def step() -> None:
         raise MemoryError("no memory left")
 
-    await fails(doomed, lambda: monkeypatch.setattr(doomed.engine._llm, "step", step), "decoding: no memory left")
+    await fails(doomed, lambda: monkeypatch.setattr(doomed.engine, "_step", step), "decoding: no memory left")
 
 
 async def test_close_fails_what_is_pending(doomed: System) -> None:
     pending = asyncio.ensure_future(doomed.engine.generate([1, 2], Sampling(200), 0))
-    await tokens(doomed.engine, 3)
-    await doomed.engine.close()
+    async with held_after(doomed.engine, 3):
+        closing = asyncio.ensure_future(doomed.engine.close())
     with pytest.raises(EngineError, match="closed"):
         await pending
+    await closing
     await doomed.engine.close()
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer, models
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from monarch_rl.checkpoint import Saver, load
 from monarch_rl.config import TrainerConfig
 from monarch_rl.learner import Learner
 from monarch_rl.models import local_shards, save_pretrained
@@ -69,6 +72,21 @@ def error_of_a_bad_batch(rank: Learner, place: int) -> str:
     return str(caught.value)
 
 
+def restored(trained: Learner, folder: Path) -> bool:
+    """Whether another has the same shards after a checkpoint that a process beside each rank has written."""
+    saver, told = Saver(None, apart=True), SimpleQueue[Exception | None]()
+    saver.save(trained, folder / "by the rank", told.put)
+    assert told.get(timeout=100) is None
+    while saver._process is not None and not saver._process.is_ready():
+        time.sleep(0.05)
+    saver.save(trained, folder / "apart", told.put)
+    assert told.get(timeout=100) is None
+    saver.close()
+    other = learner(RANKS)
+    load(other, folder / "apart")
+    return all(torch.equal(shard, local_shards(other.model)[name]) for name, shard in local_shards(trained.model).items())
+
+
 def work(place: int, folder: str) -> None:
     """What each of the two ranks does; its results go to a file."""
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -81,6 +99,7 @@ def work(place: int, folder: str) -> None:
         "idle": one_rank_without_work(learner(RANKS), place),
         "half": several_steps(learner(RANKS, bf16=True, activation_checkpointing=True), place, RANKS),
         "error": error_of_a_bad_batch(learner(RANKS), place),
+        "restored": restored(trained, Path(folder)),
     }
     save_pretrained(trained.model, f"{folder}/saved", f"{folder}/tokenizer", torch.float32)
     torch.save(results, f"{folder}/{place}.pt")
@@ -150,3 +169,7 @@ def test_a_bad_gradient_stops_all_ranks_with_one_message(two: list[dict[str, Any
 def test_a_model_saved_by_two_ranks_loads(folder: Path, two: list[dict[str, Any]]) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(folder / "saved", dtype="auto")
     torch.testing.assert_close(dict(loaded.named_parameters()), two[0]["steps"]["weights"], atol=0, rtol=0)
+
+
+def test_processes_beside_the_ranks_write_their_shards(two: list[dict[str, Any]]) -> None:
+    assert [rank["restored"] for rank in two] == [True, True]

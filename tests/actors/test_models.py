@@ -22,10 +22,10 @@ from monarch_rl.groups import judge, make_shards
 from monarch_rl.learner import Learner
 from monarch_rl.models import full_tensors, load_causal_lm, local_shards, save_pretrained
 from monarch_rl.types import Generation, Group, Prompt, Sampling, Version
-from monarch_rl.weights.plan import LoadPlan, apply, layout, region_bytes, stage
+from monarch_rl.weights.plan import LoadPlan, apply, layout, region_bytes, shard_rows, stage
 from monarch_rl.weights.slots import fingerprints
 from tests.batches import episode, sampled_by
-from tests.random_models import SHAPES, VOCABULARY, write_model
+from tests.random_models import OWN_LOADER, SHAPES, VOCABULARY, write_model
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -169,3 +169,25 @@ async def test_the_engine_holds_and_samples_what_was_trained(folder: Path, shape
     if dtype == "float32":
         assert found.max() <= 1e-4
     assert found.mean() <= (2e-6 if dtype == "float32" else 0.05)  # bfloat16: kernels round differently, and experts change hands
+
+
+@pytest.mark.parametrize("shape", OWN_LOADER)
+async def test_where_copies_are_not_enough_the_engine_loads_whole_tensors_at_each_swap(tmp_path: Path, shape: str) -> None:
+    """Case 35: it samples what the trainer's model computes, after every swap."""
+    model = load_causal_lm(str(write_model(tmp_path / shape, shape)))
+    engine = Engine(str(tmp_path / shape), "float32", seed=0, overrides={"kv_cache_memory_bytes": 64 << 20})
+    plan = await engine.start()
+    assert plan.loader
+    prompts = [np.random.default_rng(n).integers(0, VOCABULARY, 3 + 2 * n).tolist() for n in range(6)]
+    for world in WORLDS:
+        full = {name: p.detach() for name, p in model.named_parameters()}
+        for weight in full.values():
+            weight.add_(0.05 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(world)))
+        ranks = [{"shards": {n: w[slice(*shard_rows(len(w), rank, world))] for n, w in full.items()}} for rank in range(world)]
+        engine.stage(lambda views, ranks=ranks: write(plan, ranks, views), Version(0, world))
+        await engine.swap(Version(0, world))
+        assert await engine.fingerprints() == [fingerprints(plan, [piece.cut(full[piece.name]) for piece in plan.pieces])]
+        found = gaps(model, prompts, await sample(engine, prompts))
+        assert found.max() <= 1e-4
+        assert found.mean() <= 2e-6
+    await engine.close()

@@ -74,14 +74,22 @@ class Rig:
     """One worker and what it talks to."""
 
     def __init__(
-        self, mesh: Any, task: str, script: dict[str, Any], prompt: Prompt, max_new_tokens: int, scorers: list[Any], config: Config
+        self,
+        mesh: Any,
+        task: str,
+        script: dict[str, Any],
+        prompt: Prompt,
+        max_new_tokens: int,
+        scorers: list[Any],
+        config: Config,
+        deadline_s: float,
     ) -> None:
         config.task = task
         config.generator.max_new_tokens = max_new_tokens
         config.generator.group_size = len(next(iter(script.values())))
         self.generator = mesh.spawn("generator", ScriptedGenerator, script)
         self.desk = mesh.spawn("desk", Desk, [prompt])
-        self.scorers = {at: on.spawn(f"scorer_{at}", Scorer, task, {}, 0, 3.0) for at, on in enumerate(scorers)}
+        self.scorers = {at: on.spawn(f"scorer_{at}", Scorer, task, {}, 0, deadline_s) for at, on in enumerate(scorers)}
         self.worker = mesh.spawn("worker", RolloutWorker, config, 0, self.desk, {0: self.generator}, self.scorers)
 
     async def group(self) -> Group:
@@ -90,7 +98,7 @@ class Rig:
         return done
 
     async def work(self) -> list[Group | str]:
-        await asyncio.wait_for(self.worker.work.call_one().as_asyncio(), 60)
+        await asyncio.wait_for(self.worker.work.call_one().as_asyncio(), 100)
         done: list[Group | str] = await self.desk.done.call_one()
         return done
 
@@ -113,7 +121,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Any]:
         if changed.get("apart"):
             scorers = [this_host().spawn_procs({"workers": 1}) for _ in scorers]
             meshes.extend(scorers)
-        return Rig(mesh, task, script, prompt, max_new_tokens, scorers, config)
+        return Rig(mesh, task, script, prompt, max_new_tokens, scorers, config, changed.get("deadline_s", 60.0))
 
     yield build
     for mesh in meshes:
@@ -225,7 +233,8 @@ async def test_held_out_prompts_that_are_none_are_named(rig: Any, tmp_path: Path
 )
 async def test_an_environment_that_fails_costs_only_its_episode(rig: Any, word: str, error: str) -> None:
     """Cases 20 and 21."""
-    talk = rig({"go": [said("a"), said(word), said("b.")], "goa<1>": [said("c.")]})
+    slow = {"deadline_s": 3.0} if word == "sleep" else {}
+    talk = rig({"go": [said("a"), said(word), said("b.")], "goa<1>": [said("c.")]}, **slow)
     fine, failed, short = (await talk.group()).episodes
     assert (failed.reward, failed.error) == (None, error)
     assert not trained_mask(failed).any()
@@ -276,7 +285,7 @@ async def test_what_a_scorer_was_asked_when_it_died_is_asked_of_another(rig: Any
     talk = rig({"go": [said("kill."), said("no.")]}, scorers=scorers, apart=True)
     working = asyncio.create_task(talk.group())
     if scorers == 1:
-        await asyncio.wait({working}, timeout=3)
+        await asyncio.wait({working}, timeout=1)
         assert not working.done()
         await talk.worker.add_scorer.call_one(7, rig({"go": []}, apart=True).scorers[0])
     killer, other = (await working).episodes

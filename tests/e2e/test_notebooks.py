@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import nbformat
@@ -11,7 +10,8 @@ import psutil
 import pytest
 from nbclient import NotebookClient
 
-ROOT = Path(__file__).parents[2]
+from tests.e2e.jobs import ROOT, lives, within
+
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 CELL_DEADLINE_S = 170
 
@@ -51,11 +51,4 @@ def test_a_kernel_that_ends_leaves_no_process(tmp_path: Path, monkeypatch: pytes
         children = kernel.children(recursive=True)
         assert len(children) >= 5
         kernel.kill()
-        deadline = time.monotonic() + 10
-        while any(lives(child) for child in children) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert [child for child in children if lives(child)] == []
-
-
-def lives(process: psutil.Process) -> bool:
-    return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        assert within(10, lambda: not any(map(lives, children))), children

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from tests.e2e.dataset_task import hold
 from tests.e2e.jobs import Job, finished, started
 
 pytestmark = pytest.mark.timeout(900)
@@ -28,7 +29,9 @@ SMALL = [
     *("console.rollouts_every=0", "buffer.dead_groups=keep", "generator.max_new_tokens=16", "generator.group_size=4", "trainer.lr=1e-3"),
     "scorer.deadline_s=120",  # on a busy machine a reward that is late would make it another run
 ]
-DATA = [*SMALL, "epochs=1", "task_args.size=40", "task_args.slow=9", "task_args.pause_s=0.03", "checkpoint.every=1", "record=true"]
+SIZE, STEPS = 42, 11
+"""Prompts, and steps of four of them; two are left over for the last one."""
+DATA = [*SMALL, "epochs=1", f"task_args.size={SIZE}", "task_args.slow=9", "task_args.pause_s=0.03", "checkpoint.every=1", "record=true"]
 
 
 def weights(job: Job) -> bytes:
@@ -44,16 +47,19 @@ def trained(job: Job) -> Counter[int]:
 def kill_and_go_on(folder: Path, kills: int) -> Job:
     """Kill -9 at random points after a first checkpoint, each time going on from the latest; then let it end."""
     draw = random.Random(kills)
-    seen = 0
+    seen, gate = 0, folder / "gate"
+    data = [*DATA, f"task_args.gate={gate}"]
     for kill in range(kills):
-        with started(folder, *DATA, "resume=latest" if kill else "resume=none") as job:
+        hold(gate, 4 * (seen + 4))  # or the run might be over before
+        with started(folder, *data, "resume=latest" if kill else "resume=none") as job:
             job.until_row(seen + draw.randint(1, 3))
             time.sleep(draw.random())
             job.signal(signal.SIGKILL)
             job.wait()
             assert job.gone_within(60) == []
         seen = job.rows[-1]["step"]
-    return finished(folder, *DATA, "resume=latest")
+    hold(gate, SIZE)
+    return finished(folder, *data, "resume=latest")
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +69,16 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 def check_each_was_trained_once(job: Job) -> None:
     assert job.process.returncode == 0, job.err
-    assert trained(job) == Counter(range(40))
+    assert trained(job) == Counter(range(SIZE))
     rows: list[dict[str, Any]] = job.rows
-    assert [row["step"] for row in rows] == list(range(11))
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
     assert max(row["age/max"] for row in rows[1:]) <= 2
     assert rows[-1]["buffer/dropped"] == 0
 
 
 def test_a_run_that_was_killed_trains_each_prompt_once(killed: Job) -> None:
-    """Case 2: 40 prompts, one of them slow; kill -9 of the whole run, resume, until the data end by themselves."""
+    """Cases 2, 4, 23: 42 prompts, one of them slow; kill -9 of the whole run, resume, until the data end by themselves with half a
+    batch."""
     check_each_was_trained_once(killed)
 
 
@@ -85,7 +92,7 @@ def test_a_replay_reaches_the_same_weights(killed: Job, tmp_path: Path) -> None:
     assert killed.process.returncode == 0, killed.err
     replay = finished(tmp_path, *DATA[:-2], f"replay={killed.output_dir}")
     assert replay.process.returncode == 0, replay.err
-    assert "replay: 10 recorded steps; on CPUs the weights are compared after 10 of them" in replay.out
+    assert f"replay: {STEPS} recorded steps; on CPUs the weights are compared after {STEPS} of them" in replay.out
     exact = ("loss/policy", "grad_norm", "lr", "entropy", "ratio/mean", "ratio/max", "tokens/trained", "reward/mean", "age/max")
     for was, now in zip(killed.rows[1:], replay.rows[1:], strict=True):
         assert [now[key] for key in exact] == [was[key] for key in exact], f"step {was['step']}"
@@ -103,23 +110,23 @@ def test_a_replay_says_where_weights_differ(killed: Job, tmp_path: Path) -> None
 
 
 def test_going_on_from_the_middle_gives_the_weights_of_the_whole(tmp_path: Path) -> None:
-    """`buffer.max_age=0`: twenty steps at once, and the last ten of them by another run from its checkpoint of step 10.
+    """`buffer.max_age=0`: eight steps at once, and the last four of them by another run from its checkpoint of step 4.
 
-    Cases 7, 9, 10: the first step after it is 11, of groups that the restored weights have sampled and not those of the reference; the
+    Cases 7, 9, 10: the first step after it is 5, of groups that the restored weights have sampled and not those of the reference; the
     divergence from the reference goes on where it was.
     """
-    twenty = ["buffer.prompts_per_step=2", "task_args.size=40", "buffer.max_age=0", "steps=20", "checkpoint.every=10", "trainer.kl=0.01"]
-    whole = finished(tmp_path, *SMALL, *twenty, name="whole")
+    eight = ["buffer.prompts_per_step=2", "task_args.size=40", "buffer.max_age=0", "steps=8", "checkpoint.every=4", "trainer.kl=0.01"]
+    whole = finished(tmp_path, *SMALL, *eight, name="whole")
     assert whole.process.returncode == 0, whole.err
-    half = finished(tmp_path, *SMALL, *twenty, f"resume={whole.output_dir}/checkpoints/step_10", name="half")
+    half = finished(tmp_path, *SMALL, *eight, f"resume={whole.output_dir}/checkpoints/step_4", name="half")
     assert half.process.returncode == 0, half.err
-    assert [row["step"] for row in half.rows] == list(range(11, 21))
+    assert [row["step"] for row in half.rows] == list(range(5, 9))
     for key in ("grad_norm", "kl/ref", "version"):
-        assert [row[key] for row in half.rows] == [row[key] for row in whole.rows[11:]], key
+        assert [row[key] for row in half.rows] == [row[key] for row in whole.rows[5:]], key
     assert min(row["kl/ref"] for row in half.rows) > 0
     assert max(row["age/max"] for row in half.rows) == 0
     assert weights(half) == weights(whole)
-    was, now = checkpointed(whole, 20), checkpointed(half, 20)
+    was, now = checkpointed(whole, 8), checkpointed(half, 8)
     assert was.keys() == now.keys()
     assert {kind for name in was for kind in ("exp_avg", "exp_avg_sq", "step") if name.endswith(f".{kind}")} == {
         "exp_avg",
@@ -139,11 +146,3 @@ def checkpointed(job: Job, step: int) -> dict[str, Tensor]:
     }
     load(written, storage_reader=reader, no_dist=True)
     return written
-
-
-def test_data_smaller_than_a_batch(tmp_path: Path) -> None:
-    """Cases 4, 23: three prompts are one step of three, and the run ends by itself."""
-    less = finished(tmp_path, *SMALL, "epochs=1", "task_args.size=3", name="less")
-    assert less.process.returncode == 0, less.err
-    assert trained(less) == Counter(range(3))
-    assert [row["step"] for row in less.rows] == [0, 1]

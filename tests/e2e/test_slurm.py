@@ -15,13 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from monarch_rl.checkpoint import read_progress
 from monarch_rl.cluster.local import ROLE
 from tests.e2e.jobs import ROOT, SMALL, Job, finished, started
 from tests.e2e.slurm_cluster import ask, missing, slurm
 
 ON_TWO = ["cluster.kind=slurm", "cluster.nodes=2"]
 GONE_S = 60.0
-"""Slurm gives processes `KillWait` seconds, and looks after nodes every few seconds."""
+"""Slurm looks after nodes every few seconds."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,6 +95,20 @@ def test_a_job_that_is_warned_saves_queues_again_and_goes_on(tmp_path: Path) -> 
     assert 3 <= int(halted[1]) < 25
     assert [row["step"] for row in job.rows] == list(range(26))
     assert len(re.findall(r"^step +1/25", job.out, re.MULTILINE)) == 1, "it began anew"
+
+
+@pytest.mark.timeout(400)
+def test_a_job_that_is_cancelled_saves_first(tmp_path: Path) -> None:
+    """Slurm sends SIGTERM to the controller, the workers and what they have started, all at once."""
+    with started(tmp_path, *SMALL, "cluster.kind=slurm", "steps=2000", "trainer.lr=1e-6", "eval.every=0", "close_deadline_s=100") as job:
+        job.until_steps(1)
+        ask(dict(os.environ), "scancel", slurm_id(job))
+        assert job.wait() == 1, job.out
+        until_free(slurm_id(job))
+    assert job.err == f"error: Slurm job {slurm_id(job)} was cancelled\n"
+    saved = re.search(r"^error: interrupted after step (\d+): resume=latest goes on from (.*step_\d+)$", job.out, re.MULTILINE)
+    assert saved, job.out
+    assert read_progress(Path(saved[2])).step == int(saved[1]) == job.rows[-1]["step"]
 
 
 def test_a_failure_inside_the_job_is_streamed_and_gives_its_exit_code(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ ROWS = ("nothing", "nan", "raises", "cancelled", "hangs", "dies", "empty", "long
 
 
 class Unruly(Task):
-    """Fewer rows that can be trained than a batch has prompts. Rewards are drawn, and each row spoils some in a way of its own."""
+    """Fewer rows that can be trained than a batch has prompts. Rewards are drawn, and each row spoils so many in a way of its own that
+    among three groups some surely are."""
 
     name = "unruly"
     size: int | None = len(ROWS)
@@ -27,7 +28,7 @@ class Unruly(Task):
 
     def reward(self, prompt: Prompt, completion: str) -> float:
         drawn = random.random()
-        return misbehave(prompt.answer) if drawn < 0.2 else float(drawn < 0.6)
+        return misbehave(prompt.answer) if drawn < 0.4 else float(drawn < 0.7)
 
 
 def misbehave(how: str) -> float:

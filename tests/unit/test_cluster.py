@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import socket
@@ -15,6 +16,7 @@ from monarch_rl.cluster.address import Address, interface_of, ip_toward, parse
 from monarch_rl.cluster.link import Link
 from monarch_rl.cluster.machine import Facts, differences, versions, visible_gpus
 from monarch_rl.cluster.placement import Processes, place, place_generator
+from monarch_rl.cluster.worker import Worker
 from monarch_rl.cluster_config import duration_s
 from monarch_rl.config import Config, ConfigError
 from monarch_rl.configure import load
@@ -299,3 +301,18 @@ def test_the_script_adds_resume_when_slurm_starts_it_again(tmp_path: Path, monke
         for count in ({}, {"SLURM_RESTART_COUNT": "1"})
     ]
     assert said == ["-m monarch_rl.run recipe=grpo_qwen", "-m monarch_rl.run recipe=grpo_qwen resume=latest"]
+
+
+async def test_a_worker_of_a_slurm_job_that_is_cancelled_is_let_go_by_its_controller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere, and while nobody is served, it ends at once."""
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    for owner, step, ends in (("process 1 on n1", "0", False), ("", "0", True), ("process 1 on n1", "", True)):
+        if step:
+            monkeypatch.setenv("SLURM_STEP_ID", step)
+        else:
+            monkeypatch.delenv("SLURM_STEP_ID")
+        worker = Worker(stay=False)
+        worker._owner, worker._over = owner, asyncio.get_running_loop().create_future()
+        worker._terminate()
+        assert worker._over.done() == ends
+        assert not ends or worker._over.result() == 143

@@ -22,9 +22,9 @@ from rich.color_triplet import ColorTriplet
 
 from monarch_rl.config import Config
 from monarch_rl.observe import charts, panels
-from monarch_rl.observe.charts import Lanes, bar, cell_seconds, count, duration, seconds_left, sparkline
+from monarch_rl.observe.charts import SILENT_S, Lanes, bar, cell_seconds, count, duration, seconds_left, sparkline
 from monarch_rl.observe.console import PlainConsole, is_live, rollout_lines, step_line, visible
-from monarch_rl.observe.live import Meter, make_console
+from monarch_rl.observe.live import LiveConsole, Meter, make_console
 from monarch_rl.observe.metrics import GeneratorReport
 from monarch_rl.observe.panels import Replica, View, render, squeeze
 from monarch_rl.observe.timeline import Span
@@ -260,6 +260,15 @@ def test_lanes_are_in_order() -> None:
     assert lanes.names == ["trainer 0", "trainer 1", "generator 9", "generator 10"]
 
 
+def test_the_lane_of_an_actor_that_is_gone_makes_room_for_others() -> None:
+    lanes = Lanes()
+    lanes.add("generator 0", spans(("generate", 0.0, 10.0)))
+    lanes.add("generator 1", spans(("generate", 0.0, 12.0 + SILENT_S)))
+    assert lanes.names == ["generator 0", "generator 1"]
+    lanes.add("generator 2", spans(("generate", 11.0, 13.0 + SILENT_S)))
+    assert lanes.names == ["generator 1", "generator 2"]
+
+
 @pytest.mark.parametrize(("step_s", "cell_s"), [(0.1, 0.1), (1.5, 0.1), (3.0, 0.2), (30.0, 2.0), (1e6, 300.0)])
 def test_cell_seconds_show_four_steps(step_s: float, cell_s: float) -> None:
     assert cell_seconds(step_s, 60) == cell_s
@@ -391,6 +400,14 @@ def test_meter_takes_the_last_seconds() -> None:
     assert read(107.0, 1200, 1.0) == Replica(5, 2, 200.0, 0.0), "the first two seconds are forgotten"
     assert read(113.0, 1200, 1.0) == Replica(5, 2, 0.0, None), "nothing was heard: nothing is said about its idling"
     assert meter.read(114.0, 7, GeneratorReport(0)).lag is None
+
+
+def test_a_generator_that_has_ended_is_shown_no_more() -> None:
+    console = LiveConsole(Config())
+    console.reports(5, [GeneratorReport(0, step=4), GeneratorReport(1, step=4)])
+    assert list(console._view.replicas) == [0, 1]
+    console.reports(9, [GeneratorReport(0, step=4, ended=True), GeneratorReport(1, step=8)])
+    assert list(console._view.replicas) == [1]
 
 
 # --- on a terminal ---------------------------------------------------------------------------------------------------

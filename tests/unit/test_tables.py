@@ -31,8 +31,8 @@ def test_each_version_has_a_colour_of_its_own() -> None:
 
 
 def test_a_session_links_its_dashboard() -> None:
-    assert "dashboard" not in repr(of_session(Config(), "ready", Version(0, 0), []))
-    table = of_session(Config(), "ready", Version(0, 0), [], "http://127.0.0.1:1")
+    assert "dashboard" not in repr(of_session(Config(), "ready", Version(0, 0), {}, {}))
+    table = of_session(Config(), "ready", Version(0, 0), {}, {}, "http://127.0.0.1:1")
     assert "http://127.0.0.1:1" in repr(table)
     assert "<a href='http://127.0.0.1:1' target='_blank'>http://127.0.0.1:1</a>" in table._repr_html_()
 

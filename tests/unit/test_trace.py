@@ -64,6 +64,19 @@ def test_arrows_go_from_the_staging_of_a_version_to_each_pull_of_it_whichever_is
     assert arrows == [("s", 9000.0), ("f", 12000.0), ("s", 9000.0), ("f", 11000.0)], "the pull of 0.2 has none"
 
 
+def test_what_the_arrows_take_does_not_grow_with_the_run(path: Path) -> None:
+    """Versions that nobody pulls, and pulls of versions whose staging nobody told of: the trainer died first."""
+    made = Trace(path)
+    now = made._start_ns
+    for step in range(3 * trace.STAGED):
+        made.add("trainer 0", [at(now, "stage", step, step + 0.5, version=f"0.{step}")])
+        made.add("generator 0", [at(now, "pull", step, step + 0.5, version=f"1.{step}")])
+    assert len(made._staged) == len(made._pulled) == trace.STAGED
+    made.add("generator 1", [at(now, "pull", 2000, 2001, version=f"0.{3 * trace.STAGED - 1}")])
+    made.close()
+    assert sum(event["ph"] == "s" for event in read(path)) == 1
+
+
 def test_an_engine_decodes_while_it_is_not_idle_and_requests_have_rows(path: Path) -> None:
     made = Trace(path)
     now = made._start_ns
