@@ -29,17 +29,17 @@ from monarch_rl.learner import Learner
 from monarch_rl.types import NOT_SAMPLED, Episode, Shard, Version
 
 
-def model(width: int, layers: int) -> Qwen3ForCausalLM:
+def model(width: int, layers: int, vocabulary: int = 4096) -> Qwen3ForCausalLM:
     shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers, "head_dim": 64}
     heads = {"num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 128)}
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=4096, max_position_embeddings=512, tie_word_embeddings=True, **shape, **heads))
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, max_position_embeddings=512, tie_word_embeddings=True, **shape, **heads))
 
 
-def batch(step: int, episodes: int, tokens: int) -> Shard:
+def batch(step: int, episodes: int, tokens: int, vocabulary: int = 4096) -> Shard:
     draw = np.random.default_rng(step)
     sampled_T = np.arange(tokens) >= 4
     versions_T = np.where(sampled_T, Version(0, step - 1).pack(), NOT_SAMPLED)
-    ids_BT, logprobs_T = draw.integers(0, 4096, (episodes, tokens), np.int32), np.full(tokens, -8, np.float32) * sampled_T
+    ids_BT, logprobs_T = draw.integers(0, vocabulary, (episodes, tokens), np.int32), np.full(tokens, -8, np.float32) * sampled_T
     rows = [Episode(ids_T, sampled_T, logprobs_T, versions_T, reward=float(i % 2)) for i, ids_T in enumerate(ids_BT)]
     rewards_PG = np.array([[row.reward for row in rows]], np.float64)
     places, total = [(0, i) for i in range(episodes)], episodes * (tokens - 4)
