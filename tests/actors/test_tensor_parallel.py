@@ -103,12 +103,13 @@ class Replica:
         return list((await self.ranks.state.call()).values())
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[0, 3], ids=["weights", "adapters"])
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def replica(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replica]:
-    """All weights travel, or adapters of rank 3."""
+    """With a parameter: of adapters of that rank."""
+    lora = getattr(request, "param", 0)
     path = write_model(tmp_path_factory.mktemp("model") / "qwen2", "qwen2")
     keys = ["recipe=grpo_qwen", "profile=cpu", f"model.path={path}", f"generator.tensor_parallel={RANKS}", "weights.verify=every"]
-    keys += ["generator.engine.kv_cache_memory_bytes=67108864", "weights.encoding=delta", f"model.lora.rank={request.param}"]
+    keys += ["generator.engine.kv_cache_memory_bytes=67108864", "weights.encoding=delta", f"model.lora.rank={lora}"]
     config = load(keys).config
     environment = local.environment(config)
     meshes = [
@@ -139,10 +140,8 @@ def prompts(count: int) -> list[list[int]]:
     return [[chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 40))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("trainers", [1, 2, 3])
-async def test_both_ranks_hold_the_trainers_weights_exactly(replica: Replica, trainers: int) -> None:
-    """98 rows over 3 ranks, and again over 2 padded ones; every checkpoint tensor on every rank that has a part of it. They pull when they
-    are told to: an image, a delta, and an image of what is too different."""
+async def check_exactness(replica: Replica, trainers: int) -> None:
+    """They pull when they are told to: an image, a delta, and an image of what is too different."""
     deltas = []
     async with replica.trainers(trainers) as (shards, source):
         for _ in range(3):
@@ -161,7 +160,7 @@ async def test_both_ranks_hold_the_trainers_weights_exactly(replica: Replica, tr
     assert first == second
 
 
-async def test_swaps_and_aborts_under_load_find_both_ranks_at_the_same_step(replica: Replica) -> None:
+async def check_steps(replica: Replica) -> None:
     """Versions arrive, as whole images and as deltas, while requests come, end and are aborted."""
     kept: list[tuple[list[int], Generation]] = []
     over = False
@@ -203,8 +202,18 @@ async def test_swaps_and_aborts_under_load_find_both_ranks_at_the_same_step(repl
     assert errors.mean() <= MEAN
 
 
+@pytest.mark.parametrize("trainers", [1, 2, 3])
+async def test_both_ranks_hold_the_trainers_weights_exactly(replica: Replica, trainers: int) -> None:
+    """98 rows over 3 ranks, and again over 2 padded ones; every checkpoint tensor on every rank that has a part of it."""
+    await check_exactness(replica, trainers)
+
+
+async def test_swaps_and_aborts_under_load_find_both_ranks_at_the_same_step(replica: Replica) -> None:
+    await check_steps(replica)
+
+
 async def test_ranks_that_go_apart_end_the_replica(replica: Replica) -> None:
-    """The last test of a replica: nothing is served any more."""
+    """The last test of this replica: nothing is served any more."""
     lost = [replica.ranks.slice(tp=rank).shut_or_failed.call_one().as_asyncio() for rank in range(RANKS)]
     await replica.ranks.slice(tp=1).derail.call_one()
     found = await asyncio.gather(*lost, replica.first.fingerprints.call_one().as_asyncio(), return_exceptions=True)
@@ -213,3 +222,10 @@ async def test_ranks_that_go_apart_end_the_replica(replica: Replica) -> None:
     assert "sampled other tokens than rank 0" in str(causes[1])
     with pytest.raises(ActorError, match="EngineError"):
         await replica.one([1], 1, 0)
+
+
+@pytest.mark.parametrize("replica", [3], indirect=True)
+async def test_both_ranks_hold_their_parts_of_adapters_and_replace_them_at_the_same_step(replica: Replica) -> None:
+    """Cases 33, 35. Of three trainer ranks each holds one row of A."""
+    await check_exactness(replica, 3)
+    await check_steps(replica)
