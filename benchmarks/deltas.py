@@ -20,7 +20,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ LR = 1e-6
 JOB_STEPS = 12
 SIZE = 2
 """Bytes of an element."""
+T = TypeVar("T")
 
 
 class Shape(NamedTuple):
@@ -66,10 +67,10 @@ async def measure(config: Config, _: LoadPlan, options: Namespace) -> tuple[str,
     made, trained, result = [], [], {}
     for name in options.models:
         shape = MODELS[name]
+        costs, pulled = await in_a_process(made_costs, shape), await pulls(config, qwen_like(*shape))
         for share in SHARES:
-            cost = await in_a_process(made_cost, shape, share)
-            pulled = result[f"{name} {share}"] = {**cost, **await pulls(config, qwen_like(*shape), share)}
-            made.append((name, *columns(cost), milliseconds(pulled["image_s"]), milliseconds(pulled["delta_s"])))
+            result[f"{name} {share}"] = costs[share] | pulled[share]
+            made.append((name, *columns(costs[share]), *map(milliseconds, pulled[share].values())))
         cost = result[f"{name} trained"] = await in_a_process(trained_cost, shape)
         trained.append((name, *columns(cost)))
     header = ("model", "changed", "image, MB", "delta, of it", "encode, ms", "apply, ms", "pays below, GB/s")
@@ -90,26 +91,25 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f}"
 
 
-async def in_a_process(measured: Callable[..., Row], *arguments: Any) -> Row:
+async def in_a_process(measured: Callable[[Shape], T], shape: Shape) -> T:
     """Its memory is given back before the next begins."""
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return await asyncio.get_running_loop().run_in_executor(pool, measured, *arguments)
+        return await asyncio.get_running_loop().run_in_executor(pool, measured, shape)
 
 
 # --- the codec
 
 
-def made_cost(shape: Shape, share: float) -> Row:
-    plan = qwen_like(*shape)
-    held = torch.randint(0, 1 << 15, (region_bytes(layout(plan, 0, 1)) // SIZE,), dtype=torch.int16)
+def made_costs(shape: Shape) -> dict[float, Row]:
+    held = torch.randint(0, 1 << 15, (region_bytes(layout(qwen_like(*shape), 0, 1)) // SIZE,), dtype=torch.int16)
+    new = held.clone()
 
-    def images() -> Iterator[Tensor]:
-        new = held.clone()
+    def images(share: float) -> Iterator[Tensor]:
         for _ in range(1 + ROUNDS):
             change(new, share)
             yield new.view(torch.uint8)
 
-    return cost_of(held.view(torch.uint8), images())
+    return {share: cost_of(held.view(torch.uint8), images(share)) for share in SHARES}
 
 
 def trained_cost(shape: Shape) -> Row:
@@ -161,9 +161,9 @@ def change(numbers: Tensor, share: float) -> None:
 class Changer(Actor):
     """A trainer rank without a model, of whose weights a share changes with each version."""
 
-    def __init__(self, plan: LoadPlan, share: float) -> None:
+    def __init__(self, plan: LoadPlan) -> None:
         self._weights = {piece.name: torch.randn(piece.shape, dtype=torch.bfloat16) for piece in plan.pieces}
-        self._share, self._number = share, -1
+        self._number = -1
         self._ring = Ring([plan], rank=0, world=1, slots=2, board=BOARD, deltas=True)
 
     @endpoint
@@ -171,47 +171,51 @@ class Changer(Actor):
         return self._ring.register()
 
     @endpoint
-    def publish(self) -> None:
+    def publish(self, share: float) -> None:
         for weight in self._weights.values():
-            change(weight.view(torch.int16).view(-1), self._share)
+            change(weight.view(torch.int16).view(-1), share)
         self._number += 1
         self._ring.publish(self._weights, Version(0, self._number))
         if not sealed(self._number):
             raise RuntimeError("a version was lost")
 
 
-async def pulls(config: Config, plan: LoadPlan, share: float) -> Row:
-    """Median seconds of the pulls of two readers, one after the other."""
+async def pulls(config: Config, plan: LoadPlan) -> dict[float, Row]:
+    """For each share that changes the median seconds of the pulls of two readers, one after the other."""
     from actors.publisher import Publisher
 
     host, environment = local.host(), local.environment(config)
     names = ("trainer", "reader_image", "reader_delta")
     meshes = [local.spawn(host, Processes(name, "rank", 1), environment) for name in names]
     try:
-        changer: Any = meshes[0].spawn("changer", Changer, plan, share)
+        changer: Any = meshes[0].spawn("changer", Changer, plan)
         publishers = meshes[0].spawn("publisher", Publisher)
         rings = list((await changer.register.call()).values())
         encodings = {"image": (meshes[1], "full"), "delta": (meshes[2], "delta")}
         readers: dict[str, Any] = {
             name: mesh.spawn("reader", PullingReader, plan, rings, publishers, encoding) for name, (mesh, encoding) in encodings.items()
         }
-        return await timed(changer, readers)
+        await pull_in_turn(changer, readers, 0.0)  # an image for both
+        return {share: await timed(changer, readers, share) for share in SHARES}
     finally:
         for mesh in meshes:
             await mesh.stop()
 
 
-async def timed(changer: Any, readers: dict[str, Any]) -> Row:
-    seconds: dict[str, list[float]] = {f"{name}_s": [] for name in readers}
-    for round_ in range(2 + ROUNDS):  # the first is an image for both, the second opens connections for deltas
-        await changer.publish.call_one()
-        moved = {}
-        for name, reader in list(readers.items())[:: 1 if round_ % 2 else -1]:
-            taken, moved[name] = await reader.timed_pull.call_one()
-            seconds[f"{name}_s"] += [taken] if round_ > 1 else []
-        if round_ and moved["delta"] >= moved["image"]:
-            raise RuntimeError(f"no delta was pulled: {moved}")
-    return {name: median(taken) for name, taken in seconds.items()}
+async def timed(changer: Any, readers: dict[str, Any], share: float) -> Row:
+    found = [await pull_in_turn(changer, readers, share, bool(round_ % 2)) for round_ in range(1 + ROUNDS)][1:]
+    if any(moved["delta"] >= moved["image"] for _, moved in found):
+        raise RuntimeError(f"no delta was pulled: {found}")
+    return {f"{name}_s": median(seconds[name] for seconds, _ in found) for name in readers}
+
+
+async def pull_in_turn(changer: Any, readers: dict[str, Any], share: float, turned: bool = False) -> tuple[Row, Row]:
+    """Publish a version; seconds and bytes of each reader's pull of it."""
+    await changer.publish.call_one(share)
+    seconds, moved = {}, {}
+    for name in sorted(readers, reverse=turned):
+        seconds[name], moved[name] = await readers[name].timed_pull.call_one()
+    return seconds, moved
 
 
 # --- the default job
