@@ -224,6 +224,7 @@ async def test_ranks_that_go_apart_end_the_replica(replica: Replica) -> None:
         await replica.one([1], 1, 0)
 
 
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("replica", [3], indirect=True)
 async def test_both_ranks_hold_their_parts_of_adapters_and_replace_them_at_the_same_step(replica: Replica) -> None:
     """Cases 33, 35. Of three trainer ranks each holds one row of A."""
