@@ -54,6 +54,7 @@ def batch(step: int, episodes: int, tokens: int) -> Shard:
 
 
 Told = Callable[[Exception | None], None]
+Turn = dict[str, dict[str, float]]
 Begin = Callable[[Told], None]
 """Begins with what a block of steps begins with; told when it is done."""
 
@@ -136,43 +137,46 @@ def clear(folder: Path) -> None:
     dist.barrier()
 
 
+def everywhere(done: bool) -> bool:
+    least = torch.tensor(int(done))
+    dist.all_reduce(least, dist.ReduceOp.MIN)
+    return bool(least)
+
+
 def block(trainer: Trainer, begin: Begin | None, folder: Path, steps: int) -> dict[str, float]:
-    """Seconds of so many steps, of what they begin with, and of CPU time that other threads of this process took meanwhile."""
+    """At least so many steps, until what they begin with is done. Seconds, also of the call, and of CPU time of the process's other threads."""
     done: SimpleQueue[Exception | None] = SimpleQueue()
     clear(folder)
     began, others = time.perf_counter(), time.process_time() - time.thread_time()
     if begin is not None:
         begin(done.put)
-    called = time.perf_counter()
-    for _ in range(steps):
+    called, taken = time.perf_counter(), 0
+    while taken < steps or not everywhere(begin is None or not done.empty()):
         trainer.step()
-    taken = {"call": called - began, "block": time.perf_counter() - began, "threads": time.process_time() - time.thread_time() - others}
-    if begin is not None:
-        if done.empty():
-            raise SystemExit(f"{steps} steps are over before the checkpoint is written: --steps must be more")
-        if (error := done.get()) is not None:
-            raise error
-    return taken
+        taken += 1
+    ended = time.perf_counter()
+    if begin is not None and (error := done.get()) is not None:
+        raise error
+    threads_s = time.process_time() - time.thread_time() - others
+    return {"call_s": called - began, "block_s": ended - began, "threads_s": threads_s, "steps": taken}
 
 
-def turn(
-    trainer: Trainer, ways: dict[str, Begin | None], floor: Floor, folder: Path, steps: int, first: int
-) -> dict[str, dict[str, float]]:
-    """A block of each, in turn; those with a checkpoint as what they lose against the one without."""
-    names = list(ways)
-    taken = {name: block(trainer, ways[name], folder, steps) for name in names[first % len(names) :] + names[: first % len(names)]}
+def turn(trainer: Trainer, ways: dict[str, Begin | None], floor: Floor, folder: Path, options: Namespace, first: int) -> Turn:
+    """A block of each, in turn; those with a checkpoint as what they lose against as many steps of the one without."""
+    names = list(ways)[first % len(ways) :] + list(ways)[: first % len(ways)]
+    taken = {name: block(trainer, ways[name], folder, options.steps) for name in names}
     clear(folder)
-    alone, loaded = trainer.copy_s(), floor.loaded_copy_s()
-    without = taken.pop("none")
+    alone_s, loaded_s = trainer.copy_s(), floor.loaded_copy_s()
+    without = {key: value / options.steps for key, value in taken.pop("none").items()}
     lost = {
         name: {
-            "call": of["call"] / alone,
-            "lost": (of["block"] - without["block"]) / loaded,
-            "threads": of["threads"] - without["threads"],
+            "call": of["call_s"] / alone_s,
+            "lost": (of["block_s"] - of["steps"] * without["block_s"]) / loaded_s,
+            "threads_s": of["threads_s"] - of["steps"] * without["threads_s"],
         }
         for name, of in taken.items()
     }
-    return {**lost, "none": {"step_s": without["block"] / steps, "copy_s": alone, "loaded_copy_s": loaded}}
+    return {**lost, "none": {"step_s": without["block_s"], "copy_s": alone_s, "loaded_copy_s": loaded_s}}
 
 
 def likely(values: Sequence[float], digits: int = 1) -> str:
@@ -197,7 +201,9 @@ def work(rank: int, options: Namespace, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=options.ranks)
     mesh = init_device_mesh("cpu", (options.ranks,))
-    trainer = Trainer(Learner(model(options.width, options.layers), TrainerConfig(), 10**6, device_mesh=mesh), episodes=1, tokens=64)
+    trainer = Trainer(
+        Learner(model(options.width, options.layers), TrainerConfig(), total_steps=10**6, device_mesh=mesh), episodes=1, tokens=64
+    )
     for _ in range(2):
         trainer.step()
     process = Saver(dist.new_group(backend="gloo"), apart=True, store=("127.0.0.1", port))
@@ -208,7 +214,7 @@ def work(rank: int, options: Namespace, port: int, folder: Path) -> None:
         "floor": floor.begin,
         "none": None,
     }
-    turns = [turn(trainer, ways, floor, folder, options.steps, i) for i in range(2 + options.turns)][2:]
+    turns = [turn(trainer, ways, floor, folder, options, i) for i in range(2 + options.turns)][2:]
     megabytes = sum(shard.nbytes for shard in trainer.shards()) / 1e6
     process.close()
     thread.close()
@@ -217,13 +223,13 @@ def work(rank: int, options: Namespace, port: int, folder: Path) -> None:
         show(options, turns, megabytes)
 
 
-def show(options: Namespace, turns: list[dict[str, dict[str, float]]], megabytes: float) -> None:
+def show(options: Namespace, turns: list[Turn], megabytes: float) -> None:
     columns = {name: {key: [turn[name][key] for turn in turns] for key in of} for name, of in turns[0].items()}
     plain = columns["none"]
-    about = f"{options.ranks} rank(s), state of {megabytes:.0f} MB each, {options.turns} turns of {options.steps} steps"
+    about = f"{options.ranks} rank(s), state of {megabytes:.0f} MB each, {options.turns} turns"
     basis = ", ".join(f"{key} {spread(plain[key], 3)}" for key in plain)
     rows = [
-        (name, spread(of["call"]), likely(of["lost"]), likely([1e3 * value for value in of["threads"]]))
+        (name, spread(of["call"]), likely(of["lost"]), likely([1e3 * value for value in of["threads_s"]]))
         for name in ("process", "thread", "floor")
         for of in (columns[name],)
     ]
@@ -236,7 +242,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512, help="of the model (512)")
     parser.add_argument("--layers", type=int, default=6, help="of the model (6)")
     parser.add_argument("--turns", type=int, default=50, help="checkpoints of each kind (50)")
-    parser.add_argument("--steps", type=int, default=4, help="from one checkpoint to the next (4)")
+    parser.add_argument("--steps", type=int, default=4, help="from one checkpoint to the next, or more until it is written (4)")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer, on this host (1)")
     options = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
