@@ -144,7 +144,7 @@ def everywhere(done: bool) -> bool:
 
 
 def block(trainer: Trainer, begin: Begin | None, folder: Path, steps: int) -> dict[str, float]:
-    """At least so many steps, until what they begin with is done. Seconds, also of the call, and of CPU time of the process's other threads."""
+    """At least so many steps, until what they begin with is done. Seconds: of all, of the call, of CPU time of other threads here."""
     done: SimpleQueue[Exception | None] = SimpleQueue()
     clear(folder)
     began, others = time.perf_counter(), time.process_time() - time.thread_time()
