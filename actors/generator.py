@@ -72,7 +72,7 @@ class Generator(Actor):
             UserError: vLLM refuses the model or a setting. EngineError: it failed.
         """
         from monarch_rl.engine import Engine
-        from monarch_rl.engine_setup import EngineError
+        from monarch_rl.engine_errors import EngineError
         from monarch_rl.rendering import model_directory
 
         config = self._config
@@ -206,7 +206,7 @@ class Generator(Actor):
         Raises:
             EngineError: the engine fails, after which it serves nothing any more.
         """
-        from monarch_rl.engine_setup import EngineError
+        from monarch_rl.engine_errors import EngineError
 
         try:
             await self._engine.failed()
@@ -315,7 +315,7 @@ class Generator(Actor):
         await asyncio.shield(self._swap(target.version, start_ns, before))
 
     async def _swap(self, version: Version, start_ns: int, tokens_before: int) -> None:
-        from monarch_rl.engine_setup import EngineError
+        from monarch_rl.engine_errors import EngineError
         from monarch_rl.weights.pull import WeightsDiffer
 
         pulled_ns = time.time_ns()

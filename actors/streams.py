@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
-from monarch_rl.engine_setup import is_lost
+from monarch_rl.engine_errors import is_lost
 from monarch_rl.routes import Routes
 from monarch_rl.supervise import together
 from monarch_rl.trajectory import spliced

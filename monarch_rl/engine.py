@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from monarch_rl.engine_bursts import Burst, Bursts, Call, Request
 from monarch_rl.engine_channels import Recorded
+from monarch_rl.engine_errors import EngineError
+from monarch_rl.engine_experts import experts_to_pack, pack, unpack
 from monarch_rl.engine_requests import count_tokens, generation_of, go_on, request_parameters, room_for
-from monarch_rl.engine_setup import EngineError, build_llm, experts_to_pack, pack, record_loads, salt_anew, unpack
+from monarch_rl.engine_setup import build_llm, record_loads, salt_anew
 from monarch_rl.lockstep import Job, Jobs, Lockstep, meet
 from monarch_rl.types import Generation, Sampling, Version
 
@@ -156,8 +158,7 @@ class Engine:
         self._staged[version] = write, compare
 
     async def swap(self, version: Version) -> float:
-        """Make a staged version live between two decode steps. Requests go on, with the keys and values that they have, or computed anew
-        (`kv`).
+        """Make a staged version live between two decode steps. Requests go on, with the keys and values they have or with new ones (`kv`).
 
         Returns:
             Seconds in which nothing was decoded, but for `compare`.
@@ -168,8 +169,7 @@ class Engine:
         return await self._ask(methodcaller("_swap", version))
 
     async def fingerprints(self, *, base: bool = False) -> list[dict[str, int]]:
-        """For each rank: checkpoint tensor → checksum of what the engine holds of it, see `weights.slots.fingerprints`; `base`: of
-        `LoadPlan.base`."""
+        """For each rank: checkpoint tensor → checksum of what it holds of it (`weights.slots.fingerprints`); `base`: of `LoadPlan.base`."""
         return await self._ask(methodcaller("_fingerprints", base))
 
     async def failed(self) -> None:

@@ -21,7 +21,7 @@ from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from monarch_rl.cluster.local import loopback_store
-from monarch_rl.engine_setup import EngineError
+from monarch_rl.engine_errors import EngineError
 from monarch_rl.observe import timeline
 
 if TYPE_CHECKING:

@@ -44,6 +44,13 @@ class ActorDied(Exception):
     """A process of the system ended by itself."""
 
 
+def first_failure(error: BaseException) -> BaseException:
+    """Of a task group that has ended: a root cause before what it dragged along."""
+    while isinstance(error, BaseExceptionGroup):
+        error = min(error.exceptions, key=lambda e: isinstance(e, ActorDied))
+    return error
+
+
 class Meshes:
     """Process meshes by name. `fault` fails when a process dies that nobody has ended."""
 

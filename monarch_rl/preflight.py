@@ -11,7 +11,9 @@ from pathlib import Path
 from monarch_rl import recorded
 from monarch_rl.cluster.placement import host_count, hosts_by_role
 from monarch_rl.config import Config, UserError, label
-from monarch_rl.engine_setup import EngineError, check_split, context_length, experts_to_keep, speaks_of_experts, tensor_shapes
+from monarch_rl.engine_errors import EngineError
+from monarch_rl.engine_experts import experts_to_keep, speaks_of_experts
+from monarch_rl.engine_setup import check_split, context_length, tensor_shapes
 from monarch_rl.observe import trackers
 from monarch_rl.rendering import Renderer
 from monarch_rl.supervise import cause

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch_rl.config import Config
-from monarch_rl.engine_setup import EngineError, is_lost
+from monarch_rl.engine_errors import EngineError, is_lost
 from monarch_rl.meshes import DEATH_NOTICE_S, LEAVE_DEADLINE_S, START_DEADLINE_S, Meshes
 from monarch_rl.pool import BACK_OFF_S, MOST_BACK_OFF_S, Pool, for_ever
 from monarch_rl.supervise import answer, cause, ended, root

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Generic, TypeVar
 
-from monarch_rl.engine_setup import EngineError, is_lost
+from monarch_rl.engine_errors import EngineError, is_lost
 from monarch_rl.supervise import waiting
 from monarch_rl.suspects import LOSSES, Turns
 

@@ -15,7 +15,7 @@ from monarch_rl.config import Config
 from monarch_rl.evaluation import Evaluated, evaluate
 from monarch_rl.lives import Progress
 from monarch_rl.loop import TrainerRestarted
-from monarch_rl.meshes import START_DEADLINE_S, ActorDied, Meshes
+from monarch_rl.meshes import START_DEADLINE_S, Meshes, first_failure
 from monarch_rl.observe import timeline
 from monarch_rl.observe.metrics import trainer_figures
 from monarch_rl.recorded import Witness
@@ -118,7 +118,7 @@ class Running:
                 for watch in watches:
                     watch.cancel()
         except BaseExceptionGroup as group:
-            raise _first(group) from None
+            raise first_failure(group) from None
 
     async def train_step(self, step: int) -> Mapping[str, float] | None:
         await self._go.wait()
@@ -287,7 +287,7 @@ class Running:
 
     def _over(self, keeper: asyncio.Task[None]) -> None:
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
-            self._state = f"failed: {root(_first(error))}"
+            self._state = f"failed: {root(first_failure(error))}"
 
     async def _kept(self) -> None:
         """Raises what ends the background."""
@@ -393,10 +393,3 @@ class Running:
             if not evaluated.mixed:  # else the replica was lost
                 return evaluated
         return await evaluate(self._rollouts.routes, prompts, of.pack(), task)
-
-
-def _first(error: BaseException) -> BaseException:
-    """The failure that ended a task group: a root cause before what it dragged along."""
-    while isinstance(error, BaseExceptionGroup):
-        error = min(error.exceptions, key=lambda e: isinstance(e, ActorDied))
-    return error

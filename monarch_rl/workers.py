@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from monarch_rl.config import Config
-from monarch_rl.engine_setup import is_lost
+from monarch_rl.engine_errors import is_lost
 from monarch_rl.meshes import START_DEADLINE_S, Meshes
 from monarch_rl.pool import Pool, for_ever
 from monarch_rl.routes import Routes

@@ -27,7 +27,7 @@ from monarch_rl.cluster import local
 from monarch_rl.cluster.placement import Processes
 from monarch_rl.config import Config
 from monarch_rl.configure import load
-from monarch_rl.engine_setup import EngineError
+from monarch_rl.engine_errors import EngineError
 from monarch_rl.types import Generation, Sampling, Version
 from monarch_rl.weights.plan import LoadPlan
 from monarch_rl.weights.slots import fingerprints

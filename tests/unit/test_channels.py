@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, OlmoeConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from monarch_rl.algorithms.logprobs import Kept, token_logprobs
-from monarch_rl.engine_setup import EngineError, experts_to_keep, speaks_of_experts
+from monarch_rl.engine_errors import EngineError
+from monarch_rl.engine_experts import experts_to_keep, speaks_of_experts
 from monarch_rl.models import PolicyModel, on_device
 from monarch_rl.packing import collate
 from monarch_rl.trajectory import Trajectory, joined, spliced

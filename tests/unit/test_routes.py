@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from actors.rollout import Evaluation
-from monarch_rl.engine_setup import EngineError
+from monarch_rl.engine_errors import EngineError
 from monarch_rl.evaluation import evaluate
 from monarch_rl.routes import Routes
 from monarch_rl.supervise import NamedTimeout, waits

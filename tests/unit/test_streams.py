@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from actors.streams import Streams, continued_seed
-from monarch_rl.engine_setup import EngineError
+from monarch_rl.engine_errors import EngineError
 from monarch_rl.observe.quiet import silent_stderr
 from monarch_rl.routes import Routes
 from monarch_rl.types import FinishReason, Generation, Sampling, Version

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from monarch_rl import suspects
-from monarch_rl.engine_setup import EngineError
+from monarch_rl.engine_errors import EngineError
 from monarch_rl.routes import Routes
 from monarch_rl.suspects import LOSSES, Losses, TooManyLost
 
