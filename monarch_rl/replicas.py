@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from monarch_rl.config import Config
+from monarch_rl.config import Config, UserError
 from monarch_rl.engine_errors import EngineError, is_lost
 from monarch_rl.meshes import DEATH_NOTICE_S, LEAVE_DEADLINE_S, START_DEADLINE_S, Meshes
 from monarch_rl.pool import BACK_OFF_S, MOST_BACK_OFF_S, Pool, for_ever
@@ -31,8 +31,8 @@ class Source(NamedTuple):
     """Of each trainer rank: for each rank of a generator its slots."""
     plans: list[str]
     """Digests of the load plans that the slots are laid out for, by rank of a generator."""
-    base: dict[str, int]
-    """Fingerprints of the base model that generators must have read, where only adapters travel."""
+    base: list[dict[str, int]]
+    """Fingerprints of the base model that the ranks of a generator must have read, where only adapters travel."""
 
 
 class Replicas:
@@ -93,7 +93,13 @@ class Replicas:
         await asyncio.gather(*[self._unfollow(number) for number in self.live])
 
     async def pull(self, number: int, newest: Version) -> None:
-        """Have one that does not follow pull once."""
+        """Have one that does not follow pull once.
+
+        Raises:
+            UserError: they follow.
+        """
+        if not self._holding:
+            raise UserError(f"pull({number}): generators follow the trainer and pull by themselves; `hold()` them first")
         publishers, rings, plans, _ = self._source
         await answer(self.live[number].pull.call_one(publishers, rings, plans, newest), f"generator {number} (pull)", LEAVE_DEADLINE_S)
 

@@ -66,14 +66,15 @@ class Trainers:
     async def open_rings(self, plans: list[LoadPlan]) -> Source:
         """Have them lay out what they publish as the ranks of a generator want it."""
         rings = await self.answer(self.ranks.open_ring.call(plans), "trainers (staging slots)", START_DEADLINE_S)
-        return Source(self.publishers, list(rings.values()), [plan.digest for plan in plans], await self._base(plans[0]))
+        return Source(self.publishers, list(rings.values()), [plan.digest for plan in plans], await self._base(plans))
 
-    async def _base(self, plan: LoadPlan) -> dict[str, int]:
-        """Fingerprints of what generators have read from the model's directory, for them to compare."""
-        if plan.base is None or self._config.weights.verify == "off":
-            return {}
-        ranks = await self.answer(self.ranks.fingerprints.call([plan.base]), "trainers (base model)", START_DEADLINE_S)
-        return dict(next(iter(ranks.values()))[0])
+    async def _base(self, plans: list[LoadPlan]) -> list[dict[str, int]]:
+        """Fingerprints of what the ranks of a generator have read from the model's directory, for them to compare."""
+        read = [plan.base for plan in plans if plan.base is not None]
+        if not read or self._config.weights.verify == "off":
+            return []
+        ranks = await self.answer(self.ranks.fingerprints.call(read), "trainers (base model)", START_DEADLINE_S)
+        return list(next(iter(ranks.values())))
 
     # --- restarting -------------------------------------------------------------------------------------------------
 
