@@ -65,7 +65,7 @@ class Replicas:
         Raises:
             UserError: vLLM refuses the model or a setting. RuntimeError: an engine cuts the weights differently from the first.
         """
-        found = await self._meshes.alive("generators (engine start)", asyncio.gather(*[self._starts[n] for n in numbers or self.live]))
+        found = await self._meshes.alive("generators (engine start)", asyncio.gather(*[self._starts[n] for n in numbers or self._starts]))
         first = self.plans
         if any([plan.digest for plan in plans] != [plan.digest for plan in first] for plans in found):
             raise RuntimeError("generators cut the weights in different ways; all replicas must share one layout")
@@ -137,8 +137,8 @@ class Replicas:
                 self._tasks.create_task(self._follow(self.live[number]), name=f"generator {number}")
 
     def _has_started(self, number: int) -> bool:
-        start = self._starts[number]
-        return start.done() and not start.cancelled() and start.exception() is None
+        start = self._starts.get(number)  # none of one that is lost
+        return start is not None and start.done() and not start.cancelled() and start.exception() is None
 
     async def _follow(self, generator: Generator) -> None:
         """Answers when it has been told to stop, or the trainers are gone."""
