@@ -224,14 +224,14 @@ def work(rank: int, options: Namespace, port: int, folder: Path) -> None:
 
 def show(options: Namespace, turns: list[Turn], megabytes: float) -> None:
     columns = {name: {key: [turn[name][key] for turn in turns] for key in of} for name, of in turns[0].items()}
+    beyond = {key: [a - b for a, b in zip(of, columns["floor"][key], strict=True)] for key, of in columns["process"].items()}
     alone_s, loaded_s = (median(columns["none"][key]) for key in ("copy_s", "loaded_copy_s"))
     about = f"{options.ranks} rank(s), state of {megabytes:.0f} MB each, {len(turns)} turns"
     basis = ", ".join(f"{key} {spread(values, 3)}" for key, values in columns["none"].items())
     header = ("written by", "stands still / copy", "lost / loaded copy", "CPU of the rank / loaded copy", "of other threads, ms")
     rows = [
         (name, likely(of["call_s"], alone_s), likely(of["block_s"], loaded_s), likely(of["cpu_s"], loaded_s), likely(of["threads_s"], 1e-3))
-        for name in ("process", "thread", "floor")
-        for of in (columns[name],)
+        for name, of in (*((name, columns[name]) for name in ("process", "thread", "floor")), ("process - floor", beyond))
     ]
     text = table(header, rows)
     report(options.out, f"{about}\n{basis}\n\n{text}", {"state_mb": megabytes, **columns})
