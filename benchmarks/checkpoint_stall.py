@@ -43,15 +43,16 @@ def model(width: int, layers: int) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=4096, max_position_embeddings=512, tie_word_embeddings=True, **shape, **heads))
 
 
-def batch(step: int, episodes: int, tokens: int) -> Shard:
-    draw = np.random.default_rng(step)
+def batch(step: int, tokens: int) -> Shard:
+    """One row for each rank, and their group."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    draw = np.random.default_rng((step, rank))
     sampled_T = np.arange(tokens) >= 4
     versions_T = np.where(sampled_T, Version(0, step - 1).pack(), NOT_SAMPLED)
-    ids_BT, logprobs_T = draw.integers(0, 4096, (episodes, tokens), np.int32), np.full(tokens, -8, np.float32) * sampled_T
-    rows = [Episode(ids_T, sampled_T, logprobs_T, versions_T, reward=float(i % 2)) for i, ids_T in enumerate(ids_BT)]
-    rewards_PG = np.array([[row.reward for row in rows]], np.float64)
-    places, total = [(0, i) for i in range(episodes)], episodes * (tokens - 4)
-    return Shard(step, rows, places, [list(range(episodes))], rewards_PG, rewards_PG[..., None], total, episodes)
+    ids_T, logprobs_T = draw.integers(0, 4096, tokens, np.int32), np.full(tokens, -8, np.float32) * sampled_T
+    rewards_PG = np.arange(ranks, dtype=np.float64)[None] % 2
+    row = Episode(ids_T, sampled_T, logprobs_T, versions_T, reward=float(rewards_PG[0, rank]))
+    return Shard(step, [row], [(0, rank)], [[0]], rewards_PG, rewards_PG[..., None], ranks * (tokens - 4), ranks)
 
 
 Told = Callable[[Exception | None], None]
@@ -63,13 +64,13 @@ Begin = Callable[[Told], None]
 class Trainer:
     """Steps on the same small batch."""
 
-    def __init__(self, learner: Learner, episodes: int, tokens: int) -> None:
-        self.learner, self._size, self._step = learner, (episodes, tokens), 0
+    def __init__(self, learner: Learner, tokens: int) -> None:
+        self.learner, self._tokens, self._step = learner, tokens, 0
         self._kept: list[torch.Tensor] = []
 
     def step(self) -> None:
         self._step += 1
-        self.learner.step(batch(self._step, *self._size))
+        self.learner.step(batch(self._step, self._tokens))
 
     def shards(self) -> list[torch.Tensor]:
         """Of weights and moments."""
@@ -198,9 +199,8 @@ def work(rank: int, options: Namespace, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=options.ranks)
     mesh = init_device_mesh("cpu", (options.ranks,))
-    trainer = Trainer(
-        Learner(model(options.width, options.layers), TrainerConfig(), total_steps=10**6, device_mesh=mesh), episodes=1, tokens=64
-    )
+    learner = Learner(model(options.width, options.layers), TrainerConfig(), total_steps=10**6, device_mesh=mesh)
+    trainer = Trainer(learner, tokens=64)
     for _ in range(2):
         trainer.step()
     process = Saver(dist.new_group(backend="gloo"), apart=True, store=("127.0.0.1", port))
