@@ -37,22 +37,23 @@ from monarch_rl.learner import Learner
 from monarch_rl.types import NOT_SAMPLED, Episode, Shard, Version
 
 
-def model(width: int, layers: int) -> Qwen3ForCausalLM:
+def model(width: int, layers: int, vocabulary: int = 4096) -> Qwen3ForCausalLM:
     shape = {"hidden_size": width, "intermediate_size": 3 * width, "num_hidden_layers": layers, "head_dim": 64}
     heads = {"num_attention_heads": width // 64, "num_key_value_heads": max(1, width // 128)}
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=4096, max_position_embeddings=512, tie_word_embeddings=True, **shape, **heads))
+    return Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, max_position_embeddings=512, tie_word_embeddings=True, **shape, **heads))
 
 
-def batch(step: int, tokens: int) -> Shard:
-    """One row for each rank, and their group."""
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    draw = np.random.default_rng((step, rank))
+def batch(step: int, episodes: int, tokens: int, vocabulary: int = 4096, rank: int = 0, ranks: int = 1) -> Shard:
+    """One group, of which each rank has so many episodes."""
+    draw = np.random.default_rng(step * ranks + rank)
     sampled_T = np.arange(tokens) >= 4
     versions_T = np.where(sampled_T, Version(0, step - 1).pack(), NOT_SAMPLED)
-    ids_T, logprobs_T = draw.integers(0, 4096, tokens, np.int32), np.full(tokens, -8, np.float32) * sampled_T
-    rewards_PG = np.arange(ranks, dtype=np.float64)[None] % 2
-    row = Episode(ids_T, sampled_T, logprobs_T, versions_T, reward=float(rewards_PG[0, rank]))
-    return Shard(step, [row], [(0, rank)], [[0]], rewards_PG, rewards_PG[..., None], ranks * (tokens - 4), ranks)
+    ids_BT, logprobs_T = draw.integers(0, vocabulary, (episodes, tokens), np.int32), np.full(tokens, -8, np.float32) * sampled_T
+    places = [(0, rank * episodes + i) for i in range(episodes)]
+    rows = [Episode(ids_T, sampled_T, logprobs_T, versions_T, reward=float(i % 2)) for ids_T, (_, i) in zip(ids_BT, places, strict=True)]
+    rewards_PG = np.arange(ranks * episodes, dtype=np.float64)[None] % 2
+    total = ranks * episodes * (tokens - 4)
+    return Shard(step, rows, places, [list(range(episodes))], rewards_PG, rewards_PG[..., None], total, ranks * episodes)
 
 
 Told = Callable[[Exception | None], None]
@@ -70,7 +71,7 @@ class Trainer:
 
     def step(self) -> None:
         self._step += 1
-        self.learner.step(batch(self._step, self._tokens))
+        self.learner.step(batch(self._step, 1, self._tokens, rank=dist.get_rank(), ranks=dist.get_world_size()))
 
     def shards(self) -> list[torch.Tensor]:
         """Of weights and moments."""

@@ -141,6 +141,17 @@ def test_it_learns_though_a_generator_is_killed_every_fifteen_steps(tmp_path: Pa
     assert abs(last - undisturbed) < 0.15
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("keys", [["recipe=grpo_qwen", "weights.encoding=delta"], ["recipe=grpo_qwen_lora"]], ids=["delta", "lora"])
+def test_it_learns_too_where_deltas_may_travel_or_adapters_do(keys: list[str], tmp_path: Path) -> None:
+    """At the default job's learning rate nearly all weights change with each step, so that most versions are pulled as images; that deltas
+    leave the same bits, other tests see."""
+    with started(tmp_path, *keys, "console.rollouts_every=0") as job:
+        assert job.wait(600) == 0, job.err
+    assert job.rows[-1]["eval/accuracy"] - job.rows[0]["eval/accuracy"] > 0.3
+
+
 FEW = 16
 TRAINER = [*DRILL, f"steps={FEW}", "checkpoint.every=2", "weights.verify=every"]
 
