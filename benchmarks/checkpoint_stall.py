@@ -56,6 +56,8 @@ def batch(step: int, episodes: int, tokens: int, vocabulary: int = 4096, rank: i
     return Shard(step, rows, places, [list(range(episodes))], rewards_PG, rewards_PG[..., None], total, ranks * episodes)
 
 
+SKIPPED = 2
+"""Turns that get memory first."""
 Told = Callable[[Exception | None], None]
 Turn = dict[str, dict[str, float]]
 Begin = Callable[[Told], None]
@@ -213,14 +215,14 @@ def work(rank: int, options: Namespace, port: int, folder: Path) -> None:
         "none": None,
     }
     turns, end = [], time.perf_counter() + 60 * options.minutes
-    while everywhere(time.perf_counter() < end):
+    while len(turns) < SKIPPED + 1 or everywhere(time.perf_counter() < end):
         turns.append(turn(trainer, ways, floor, folder, options, len(turns)))
     megabytes = sum(shard.nbytes for shard in trainer.shards()) / 1e6
     process.close()
     thread.close()
     dist.destroy_process_group()
     if rank == 0:
-        show(options, turns[2:], megabytes)  # the first get memory
+        show(options, turns[SKIPPED:], megabytes)
 
 
 def show(options: Namespace, turns: list[Turn], megabytes: float) -> None:
