@@ -57,8 +57,8 @@ def test_the_newest_weights_are_evaluated_and_exported(main_job: Job) -> None:
     assert (code, out, err) == (0, "exported\n", "")
     found = []
     of_a_model = ["exported", "task=arithmetic", "eval.prompts=64", "generator.max_new_tokens=96"]
-    for evaluating in [command("eval", *arguments, cwd=home) for arguments in (["job"], of_a_model)]:
-        code, out, err = said(evaluating)
+    for arguments in (["job"], of_a_model):
+        code, out, err = said(command("eval", *arguments, cwd=home))
         assert (code, err) == (0, "")
         readable, line = out.splitlines()
         found.append(json.loads(line))
