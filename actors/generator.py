@@ -53,6 +53,7 @@ class Generator(Actor):
         self._pinned, self._unpinned = False, asyncio.Event()
         self._unpinned.set()
         self._base_checked = False
+        self._settled = False  # nobody reads or writes the memory of the last pull any more: it has been swapped to
 
     @concurrent_endpoint
     async def warm_up(self) -> None:
@@ -128,14 +129,16 @@ class Generator(Actor):
         self._workers[worker] = port
 
     @concurrent_endpoint
-    async def follow(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str], base: dict[str, int]) -> None:
+    async def follow(
+        self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str], base: list[dict[str, int]]
+    ) -> None:
         """Pull and swap every version that the trainers publish, until `unfollow`, or until they are gone. A second call takes the place
         of the first.
 
         Args:
             rings: of each trainer rank: for each rank of a generator its slots.
             plans: digests of the load plans that the slots are laid out for, by rank.
-            base: the trainer's fingerprints of the base model; empty where all weights travel, or nothing is to be compared.
+            base: the trainer's fingerprints of the base model, by rank; empty where all weights travel, or nothing is to be compared.
 
         Raises:
             WeightsDiffer: the engine has read another base model than the trainer.
@@ -157,14 +160,16 @@ class Generator(Actor):
     @concurrent_endpoint
     async def pull(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str], newest: Version) -> None:
         """Pull and swap once, to `newest` or beyond; nothing where it holds that already. For a replica that does not follow."""
-        reader = await self._reader(publishers, rings, plans)
+        held = self._engine.version
+        settled = self._settled and held is not None and held.lineage == newest.lineage
+        reader = await self._reader(publishers, rings, plans, keep=settled)
         while self._engine.version is None or self._engine.version < newest:
             await self._pull_once(reader)
 
     @concurrent_endpoint
-    async def prepare(self, rings: list[list[list[SlotBuffers]]], plans: list[str]) -> None:
-        """Have memory for what rank 0 will have this rank `stage`."""
-        await self._prepare(rings, plans)
+    async def prepare(self, rings: list[list[list[SlotBuffers]]], plans: list[str], keep: bool) -> None:
+        """Have memory for what rank 0 will have this rank `stage`; `keep`: what there is, of the same rings."""
+        await self._prepare(rings, plans, keep)
 
     @concurrent_endpoint
     async def stage(self, target: Target) -> int | str:
@@ -226,10 +231,9 @@ class Generator(Actor):
         return await self._engine.fingerprints()
 
     @concurrent_endpoint
-    async def base_fingerprints(self) -> dict[str, int]:
+    async def base_fingerprints(self) -> list[dict[str, int]]:
         """The same of the base model, where only adapters travel."""
-        (found,) = await self._engine.fingerprints(base=True)
-        return found
+        return await self._engine.fingerprints(base=True)
 
     @concurrent_endpoint
     async def shut(self) -> None:
@@ -243,20 +247,22 @@ class Generator(Actor):
             generation.replica = self._replica
         self._workers[worker].send((number, burst))
 
-    async def _reader(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str]) -> Reader:
+    async def _reader(self, publishers: Publisher, rings: list[list[list[SlotBuffers]]], plans: list[str], *, keep: bool = False) -> Reader:
         """Of this replica, all of whose ranks are prepared to pull."""
         from monarch_rl.weights.pull import Reader
 
         if self._ranks is None:
-            await self._prepare(rings, plans)
+            await self._prepare(rings, plans, keep)
             return Reader(self.name, publishers, len(rings), self._stage)
-        await answer(self._ranks.prepare.call(rings, plans), f"{self.name} (all ranks)", PULL_S)
+        await answer(self._ranks.prepare.call(rings, plans, keep), f"{self.name} (all ranks)", PULL_S)
         return Reader(self.name, publishers, len(rings), self._stage_all)
 
-    async def _prepare(self, rings: list[list[list[SlotBuffers]]], plans: list[str]) -> None:
+    async def _prepare(self, rings: list[list[list[SlotBuffers]]], plans: list[str], keep: bool) -> None:
         from monarch_rl.weights import transport
         from monarch_rl.weights.pull import Puller
 
+        if keep:
+            return
         if [self._plan.digest] != plans[self._rank : self._rank + 1]:
             raise RuntimeError(f"{self.name}: its engine cuts the weights differently from generator 0; all replicas must share one layout")
         transport.demand(self._config.weights.transport, self.name)
@@ -301,6 +307,7 @@ class Generator(Actor):
         await self._unpinned.wait()
         target = await reader.newer(self._engine.version)
         before, start_ns, started = self._engine.stats().tokens, time.time_ns(), time.perf_counter()
+        self._settled = False
         try:
             await reader.pull(target)
         except RejectedPull:
@@ -325,16 +332,17 @@ class Generator(Actor):
             if isinstance(error.__cause__, WeightsDiffer):
                 raise WeightsDiffer(f"{self.name}: {error.__cause__}") from error
             raise
+        self._settled = True
         self._pulls.bytes_per_pull, self._pulls.deltas = self._moved, self._puller.deltas
         self._swapped(version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - tokens_before)
 
-    async def _check_base(self, expected: dict[str, int]) -> None:
+    async def _check_base(self, expected: list[dict[str, int]]) -> None:
         from monarch_rl.weights.pull import WeightsDiffer
 
         if self._base_checked or not expected:
             return
-        (found,) = await self._engine.fingerprints(base=True)
-        if other := [name for name in expected | found if expected.get(name) != found.get(name)]:
+        ranks = zip(expected, await self._engine.fingerprints(base=True), strict=True)
+        if other := [name for own, found in ranks for name in own | found if own.get(name) != found.get(name)]:
             raise WeightsDiffer(
                 f"{self.name}: the base model that it has read from {self._directory} is not the trainer's: {other[0]} differs"
             )

@@ -12,7 +12,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from monarch.actor import Actor, ActorError, concurrent_endpoint
 
 from actors.metrics import Records
 from actors.streams import Streams
+from monarch_rl.calls import Calls
 from monarch_rl.config import Config, UserError
 from monarch_rl.generator_config import GeneratorConfig
 from monarch_rl.observe import timeline
@@ -30,8 +31,6 @@ from monarch_rl.suspects import LOSSES, Losses, TooManyLost
 from monarch_rl.types import Episode, Generation, Group, Lease, Prompt, Sampling, Split, Version
 
 if TYPE_CHECKING:
-    from monarch.actor import Future
-
     from actors.generator import Generator
     from actors.metrics import Metrics
     from actors.replay_buffer import ReplayBuffer
@@ -106,14 +105,15 @@ class RolloutWorker(Actor):
         self._renderer = Renderer.of(config.model)
         self._task = load_task(config.task, config.task_args, config.seed)
         self._generators, self._scorers = Routes(generators, "generator"), Routes(scorers, "scorer", config.rollout.deadline_s)
-        self._streams = Streams(self._generators, self.name, config.generator.burst_tokens)
+        self._calls = Calls()
+        self._streams = Streams(self._generators, self._calls, self.name, config.generator.burst_tokens)
         self._sampling = Sampling.of(config.generator, self._renderer.stop_ids)
 
     @concurrent_endpoint
     async def work(self) -> None:
         """Take leases until the buffer says that the run is over; every group runs as a task of its own."""
         async with asyncio.TaskGroup() as groups:
-            while (leased := await answer(self._buffer.lease.call_one(self.name), "replay buffer (lease)", None)) is not None:
+            while (leased := await answer(self._calls.one(self._buffer.lease, self.name), "replay buffer (lease)", None)) is not None:
                 groups.create_task(self._serve(*leased))
         self._records.send()
 
@@ -209,22 +209,23 @@ class RolloutWorker(Actor):
         HOLDING.set(f"prompt {lease.ordinal}")
         LOSSES.set(Losses(self._config.rollout.max_attempts - lease.attempt + 1))
         work, buffer = Purpose("train", self._task, None, self._sampling, lease.min_version, lease.attempt), self._buffer
-        reply: Future[bool] | Future[None]
+        told: Awaitable[object]
         try:
             with waiting("its group", self._config.rollout.deadline_s):
                 async with asyncio.timeout(self._config.rollout.deadline_s):
                     group = await self._roll(prompt, work, self._config.generator.group_size)
         except NamedTimeout:
-            reply = buffer.fail.call_one(lease, f"rollout.deadline_s={self._config.rollout.deadline_s:g} passed")
+            told = self._calls.one(buffer.fail, lease, f"rollout.deadline_s={self._config.rollout.deadline_s:g} passed")
         except TooManyLost as error:
-            reply = buffer.drop.call_one(lease, f"{error} (rollout.max_attempts={self._config.rollout.max_attempts})", lost=True)
+            spent = f"{error} (rollout.max_attempts={self._config.rollout.max_attempts})"
+            told = self._calls.one(buffer.drop, lease, spent, lost=True)
         except ActorError as error:
             refused = isinstance(error.exception, UnusablePrompt)
-            reply = (buffer.drop if refused else buffer.fail).call_one(lease, cause(error))
+            told = self._calls.one(buffer.drop if refused else buffer.fail, lease, cause(error))
         else:
-            reply = buffer.put.call_one(lease, group)
+            told = self._calls.one(buffer.put, lease, group)
         with waiting("replay buffer (end of a lease)"):
-            await reply
+            await told
 
     async def _roll(self, prompt: Prompt, work: Purpose, episodes: int) -> Group:
         """Generate and score the episodes of one prompt. Their first turns are one message to the generator."""
@@ -285,7 +286,7 @@ class RolloutWorker(Actor):
         return trajectory.turns[0] if len(trajectory.turns) == 1 else self._renderer.decode(trajectory.new_ids)
 
     async def _observe(self, prompt: Prompt, work: Purpose, turns: list[str]) -> Observation:
-        observation: Observation = await self._scorers.ask(lambda scorer: scorer.observe.call_one(prompt, turns, work.other), 1)
+        observation: Observation = await self._scorers.ask(lambda scorer: self._calls.one(scorer.observe, prompt, turns, work.other), 1)
         return observation
 
     async def _score(self, group: Group, work: Purpose) -> None:
@@ -307,6 +308,6 @@ class RolloutWorker(Actor):
 
     async def _judge(self, prompt: Prompt, work: Purpose, episodes: list[Episode]) -> None:
         texts = [episode.text for episode in episodes]
-        scores = await self._scorers.ask(lambda scorer: scorer.score.call_one(prompt, texts, work.other), len(texts))
+        scores = await self._scorers.ask(lambda scorer: self._calls.one(scorer.score, prompt, texts, work.other), len(texts))
         for episode, score in zip(episodes, scores, strict=True):
             episode.reward, episode.error, episode.turn_rewards = score.reward, score.error, list(score.turn_rewards)

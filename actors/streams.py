@@ -12,6 +12,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TYPE_CHECKING
 
+from monarch_rl.calls import Calls
 from monarch_rl.engine_errors import is_lost
 from monarch_rl.routes import Routes
 from monarch_rl.supervise import together
@@ -29,12 +30,13 @@ class Streams:
     """What the generators of `routes` are asked, and what has come of it by now.
 
     Args:
+        calls: of the worker.
         name: of the worker, by which generators know where to send bursts.
         burst_tokens: `generator.burst_tokens`; requests for no more than that are not streamed.
     """
 
-    def __init__(self, routes: Routes[Generator], name: str = "", burst_tokens: int = 0) -> None:
-        self._routes, self._name, self._burst_tokens = routes, name, burst_tokens
+    def __init__(self, routes: Routes[Generator], calls: Calls, name: str = "", burst_tokens: int = 0) -> None:
+        self._routes, self._calls, self._name, self._burst_tokens = routes, calls, name, burst_tokens
         self._numbers = count()
         self._begun: dict[int, list[list[Generation]]] = {}
         self._port: Port[tuple[int, Burst]] | None = None
@@ -72,8 +74,7 @@ class Streams:
         if 0 < self._burst_tokens < sampling.max_new_tokens:
             await self._introduce(generator)
             stream = self._name, number
-        generations: list[Generation] = await generator.generate.call_one(ids, sampling, seeds, min_version, stream)
-        return generations
+        return await self._calls.one(generator.generate, ids, sampling, seeds, min_version, stream)
 
     async def _go_on(
         self, begun: list[list[Generation]], ids: list[int], sampling: Sampling, seeds: Sequence[int], min_version: int

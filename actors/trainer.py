@@ -70,9 +70,11 @@ class Trainer(Actor):
         if cuda:
             torch.cuda.init()  # or the device mesh would choose a device by LOCAL_RANK, while each process sees just one
             torch.cuda.set_device(0)
-        store = loopback_store(self._rank, self._world, int(os.environ["MASTER_PORT"])) if self._config.cluster.kind == "local" else None
+        local, port = self._config.cluster.kind == "local", int(os.environ["MASTER_PORT"])
+        store = loopback_store(self._rank, self._world, port) if local else None
         dist.init_process_group("nccl" if cuda else "gloo", store=store, rank=self._rank, world_size=self._world)
-        self._saver = Saver(dist.new_group(backend="gloo"), apart=self._config.checkpoint.every > 0)
+        meeting = ("127.0.0.1" if local else os.environ["MASTER_ADDR"], port)
+        self._saver = Saver(dist.new_group(backend="gloo"), apart=self._config.checkpoint.every > 0, store=meeting)
         mesh = init_device_mesh("cuda" if cuda else "cpu", (self._world,), mesh_dim_names=("fsdp",))
         model, bf16 = self._config.model, self._config.model.dtype == "bfloat16"
         policy = load_causal_lm(model.path)

@@ -13,6 +13,7 @@ from monarch.actor import Actor, concurrent_endpoint
 
 from actors.generator import Generator
 from actors.streams import Streams
+from monarch_rl.calls import Calls
 from monarch_rl.routes import Routes
 from monarch_rl.types import Sampling, Version
 
@@ -81,7 +82,7 @@ class Caller(Actor):
 
     def __init__(self, generator: ReadyGenerator, burst_tokens: int) -> None:
         self._generator = generator
-        self._streams = Streams(Routes({0: generator}), "caller", burst_tokens)
+        self._streams = Streams(Routes({0: generator}), Calls(), "caller", burst_tokens)
 
     @concurrent_endpoint
     async def run(self, work: Work) -> Timing:

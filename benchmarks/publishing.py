@@ -12,17 +12,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from monarch.actor import Actor, concurrent_endpoint, endpoint
 from torch import Tensor
 
-from benchmarks.common import Row, median
 from benchmarks.engines import ReadyGenerator, _tensors
 from monarch_rl.types import Version
 from monarch_rl.weights.board import BOARD
-from monarch_rl.weights.delta import apply_delta, element_size, encode
 from monarch_rl.weights.plan import LoadPlan, Piece, apply, layout, region_bytes, stage
 from monarch_rl.weights.pull import Puller, Reader, RejectedPull
 from monarch_rl.weights.slots import Ring, SlotBuffers
@@ -46,6 +44,17 @@ def qwen_like(hidden: int, layers: int, vocabulary: int, dtype: str = "bfloat16"
 def random_shards(plan: LoadPlan) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     return {piece.name: torch.randn(piece.shape, generator=generator) for piece in plan.pieces}
+
+
+def sealed(number: int) -> bool:
+    """Wait for the side thread of this process; False: the version was lost."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        offer = BOARD._newest
+        if offer is not None and offer.newest >= number:
+            return True
+        time.sleep(0.0005)
+    return False
 
 
 class Stager(Actor):
@@ -118,14 +127,7 @@ class Stager(Actor):
         self._ring.publish(self._shards, Version(0, self._number))
 
     def _sealed(self) -> bool:
-        """Wait for the side thread; False: the version was lost."""
-        end = time.monotonic() + 30
-        while time.monotonic() < end:
-            offer = BOARD._newest
-            if offer is not None and offer.newest >= self._number:
-                return True
-            time.sleep(0.0005)
-        return False
+        return sealed(self._number)
 
     def _copy(self) -> None:
         stage(self._blocks, self._plan, self._shards, self._bare, 0, 1)
@@ -137,8 +139,10 @@ class Stager(Actor):
 class PullingReader(Actor):
     """Pulls what there is and puts it nowhere."""
 
-    def __init__(self, plan: LoadPlan, rings: list[list[list[SlotBuffers]]], publishers: Any) -> None:
-        self._puller = Puller(plan, rings)
+    def __init__(
+        self, plan: LoadPlan, rings: list[list[list[SlotBuffers]]], publishers: Any, encoding: Literal["full", "delta"] = "full"
+    ) -> None:
+        self._puller = Puller(plan, rings, encoding=encoding)
         self._reader = Reader(f"reader {os.getpid()}", publishers, len(rings), self._puller.pull)
         self._held: Version | None = None
         self._following: asyncio.Task[None] | None = None
@@ -162,6 +166,15 @@ class PullingReader(Actor):
     async def pull_once(self) -> None:
         while not await self._pull():
             pass
+
+    @concurrent_endpoint
+    async def timed_pull(self) -> tuple[float, int]:
+        """Seconds and bytes of the pull of a newer version, from when it is there until it is proven whole."""
+        target = await self._reader.newer(self._held)
+        start = time.perf_counter()
+        await self._reader.pull(target)
+        self._held = target.version
+        return time.perf_counter() - start, self._puller.moved
 
     @concurrent_endpoint
     async def bandwidths(self, rounds: int) -> dict[str, list[float]]:
@@ -267,23 +280,3 @@ def bytes_of(plans: Sequence[LoadPlan], trainers: int) -> tuple[Counter[str], in
         for block in blocks:
             moved[plan.pieces[block.piece].name] += block.nbytes
     return moved, sum(region_bytes(blocks) for _, blocks in layouts)
-
-
-def delta_cost(plan: LoadPlan, share: float, times: int) -> Row:
-    """Bytes of an image and of the delta when a share of its elements changed, and median seconds to find and to apply it."""
-    size, nbytes = element_size(plan), region_bytes(layout(plan, 0, 1))
-    generator = torch.Generator().manual_seed(0)
-    old = torch.randint(0, 1 << 15, (nbytes // 2,), generator=generator, dtype=torch.int16)
-    new = torch.where(torch.rand(len(old), generator=generator) < share, old + 1, old)
-    seconds: dict[str, list[float]] = {"encode_s": [], "apply_s": []}
-    for _ in range(times):
-        start = time.perf_counter()
-        found = encode(old.view(torch.uint8), new.view(torch.uint8), size, nbytes)
-        encoded = time.perf_counter()
-        assert found is not None
-        arrived = old.clone().view(torch.uint8)
-        copied = time.perf_counter()
-        apply_delta(found, arrived, size)
-        for name, taken in zip(seconds, (encoded - start, time.perf_counter() - copied), strict=True):
-            seconds[name].append(taken)
-    return {"full": nbytes, "delta": len(found), **{name: median(taken) for name, taken in seconds.items()}}

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ import psutil
 from benchmarks.common import JOB, Row, arguments, report, table
 from benchmarks.growth import LEAST_COUNT, LEAST_MIB, Life, Trend, trend
 from monarch_rl.cluster.local import ROLE
+from tests.e2e.jobs import Job, lives, within
 
 SETTINGS = (
     *("steps=1000000", "trainer.lr=1e-6", "checkpoint.every=20", "console.rollouts_every=0", "eval.prompts=64", "close_deadline_s=200"),
@@ -41,6 +41,7 @@ SPARED = {"generator", "rollout", "scorer"}
 START_S = 300.0
 STALL_S = 240.0
 """Without an optimizer step, after which the run counts as stuck."""
+END_S = 240.0
 GONE_S = 10.0
 MEASURES = {"memory": LEAST_MIB, "descriptors": LEAST_COUNT, "threads": LEAST_COUNT}
 """And the growth below which nothing is said."""
@@ -51,110 +52,76 @@ class Failed(Exception):
     """The run did not go on, or did not end, as it should."""
 
 
-class Soak:
-    """A run as a user starts it, and all processes that were ever seen of it."""
+class Soak(Job):
+    """A run as a user starts it, and samples of all processes that were ever seen of it."""
 
     def __init__(self, folder: Path, *overrides: str) -> None:
-        self.output_dir, self._temporary = folder / "run", folder / "tmp"
-        self._out, self._err = folder / "run.out", folder / "run.err"
+        self._temporary = folder / "tmp"
         self._temporary.mkdir(parents=True)
-        command = [sys.executable, "-m", "monarch_rl.run", *JOB, *SETTINGS, *overrides, f"output_dir={self.output_dir}"]
-        with self._out.open("w") as out, self._err.open("w") as err:
-            self.process = subprocess.Popen(
-                command,
-                stdout=out,
-                stderr=err,
-                stdin=subprocess.DEVNULL,
-                env=os.environ | {"TMPDIR": str(self._temporary)},
-                start_new_session=True,
-            )
+        super().__init__(folder, *JOB, *SETTINGS, *overrides, name="run", environment={"TMPDIR": str(self._temporary)})
         self.began = time.monotonic()
         self.lives: defaultdict[tuple[str, int], list[Row]] = defaultdict(list)
-        """Samples by role and process."""
+        """Samples by kind and process."""
         self.host: list[Row] = []
-        self._seen: dict[int, tuple[str, psutil.Process]] = {}
+        self._kinds: dict[int, str] = {}
 
     @property
-    def out(self) -> str:
-        return self._out.read_text()
-
-    @property
-    def err(self) -> str:
-        return self._err.read_text()
-
-    @property
-    def rows(self) -> list[Row]:
+    def steps(self) -> int:
+        """That are done; -1 before row 0."""
         file = self.output_dir / "metrics.jsonl"
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return int(rows[-1]["step"]) if file.exists() and (rows := self.rows) else -1
 
     def living(self) -> dict[str, list[psutil.Process]]:
         """By kind, the oldest first."""
-        with suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(self.process.pid)
-            for process in (parent, *parent.children(recursive=True)):
-                if process.pid not in self._seen or self._seen[process.pid][0] == "":
-                    self._seen[process.pid] = self._kind(process), process
+        self._look()
         found = defaultdict(list)
-        for kind, process in self._seen.values():
-            if lives(process):
+        for process in filter(lives, self._seen.values()):
+            if kind := self._kinds.get(process.pid) or _kind(process):
+                self._kinds[process.pid] = kind
                 found[kind].append(process)
         return found
 
     def sample(self) -> None:
         """What each process takes now."""
         at, living = time.monotonic() - self.began, self.living()
-        for kind, processes in living.items():
+        for kind, processes in {"controller": [self.process], **living}.items():
             for process in processes:
-                with suppress(OSError, psutil.Error):
+                with suppress(OSError):
                     self.lives[kind, process.pid].append({"at": at, **taken(process.pid)})
         counts = {"processes": sum(map(len, living.values())), "/dev/shm": entries(Path("/dev/shm"))}
         self.host.append({"at": at, **counts, "temporary files": entries(self._temporary)})
 
     def end(self) -> None:
         """As Ctrl-C does. Raises Failed."""
-        self.living()
-        self.process.send_signal(signal.SIGINT)
-        try:
-            code = self.process.wait(240)
-        except subprocess.TimeoutExpired:
-            raise Failed("it did not end when it was interrupted") from None
-        if code != 130 or "error: interrupted after step" not in self.err:
+        self.signal(signal.SIGINT)
+        if not within(END_S, lambda: self.process.poll() is not None):
+            raise Failed("it did not end when it was interrupted")
+        if (code := self.process.returncode) != 130 or "error: interrupted after step" not in self.err:
             raise Failed(f"it ended with {code}: {self.err[-2000:]}")
         if not Path(saved := self.err.rpartition(" goes on from ")[2].strip()).is_dir():
             raise Failed(f"the checkpoint that it names is not there: {saved}")
-        deadline = time.monotonic() + GONE_S
-        while (left := sorted(kind for kind, processes in self.living().items() for _ in processes)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        if left:
-            raise Failed(f"{GONE_S:g} s later there are still {', '.join(left)}")
+        if left := self.gone_within(GONE_S):
+            raise Failed(f"{GONE_S:g} s later there are still {left}")
 
     def kill(self) -> None:
         """Whatever is left."""
-        for processes in self.living().values():
-            for process in processes:
-                with suppress(psutil.Error):
-                    process.kill()
+        self._look()
+        for process in self._seen.values():
+            with suppress(psutil.Error):
+                process.kill()
+        self.process.kill()
         self.process.wait()
 
-    def _kind(self, process: psutil.Process) -> str:
-        """`generator`, `replay buffer`, …; empty for one that is only just becoming something."""
-        if process.pid == self.process.pid:
-            return "controller"
-        with suppress(psutil.Error):
-            command, role = process.cmdline(), process.environ().get(ROLE, "")
-            if any("reward_process" in word for word in command):
-                return "reward"
-            if "monarch_rl.cluster.child" in command and role:
-                return role.rpartition(" ")[0].rstrip("_0123456789").replace("_", " ")
-        return ""
 
-
-def lives(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+def _kind(process: psutil.Process) -> str:
+    """`generator`, `replay buffer`, …; empty for one that is only just becoming something."""
+    with suppress(psutil.Error):
+        command, role = process.cmdline(), process.environ().get(ROLE, "")
+        if any("reward_process" in word for word in command):
+            return "reward"
+        if "monarch_rl.cluster.child" in command and role:
+            return role.rpartition(" ")[0].rstrip("_0123456789").replace("_", " ")
+    return ""
 
 
 def taken(pid: int) -> Row:
@@ -181,10 +148,10 @@ def soak(run: Soak, options: Namespace) -> list[Row]:
     while (now := time.monotonic()) < ends:
         run.sample()
         check_alive(run)
-        if (last := run.rows[-1]["step"]) != step:
+        if (last := run.steps) != step:
             step, moved = last, now
         elif now - moved > STALL_S:
-            run.process.send_signal(signal.SIGQUIT)
+            run.signal(signal.SIGQUIT)
             time.sleep(15)
             raise Failed(f"no step after {step} for {STALL_S:g} s\n{run.out[-4000:]}")
         if now >= due:
@@ -202,7 +169,7 @@ def kinds_in_turn(drawn: Random) -> Iterator[str]:
 
 def wait_for_step(run: Soak) -> None:
     deadline = time.monotonic() + START_S
-    while not run.rows or run.rows[-1]["step"] < 1:
+    while run.steps < 1:
         check_alive(run)
         if time.monotonic() > deadline:
             raise Failed(f"no step within {START_S:g} s\n{run.out}{run.err}")
@@ -310,7 +277,7 @@ def measure(options: Namespace, folder: Path) -> int:
         run.kill()
     found = trends(run, options.settle)
     wrong += growing(found)
-    done, counts = len(run.rows) - 1, Counter(f"{fault['kind']} {fault['how']}" for fault in faults)
+    done, counts = run.steps, Counter(f"{fault['kind']} {fault['how']}" for fault in faults)
     said = [f"{done} steps, {len(faults)} faults: {', '.join(f'{n} × {what}' for what, n in sorted(counts.items()))}", *wrong]
     of = {kind: {name: one and asdict(one) for name, one in measures.items()} for kind, measures in found.items()}
     samples = {f"{kind} {pid}": life for (kind, pid), life in run.lives.items()} | {"host": run.host}

@@ -11,8 +11,7 @@ Bandwidth: a whole pull with its checksums, against a TCP socket on the loopback
 
 Bytes: what the ranks of a generator pull from those of a trainer, by the load plans of real engines, against one copy of the model.
 
-Delta: bytes and seconds of a delta against the whole image, for a share of bfloat16 weights that changed; and the share that changes in
-a run with a learning rate of 1e-6. Deltas pay on a network slower than the bytes they save over the seconds they cost.
+Delta: see `benchmarks.deltas`.
 """
 
 from __future__ import annotations
@@ -30,10 +29,11 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from benchmarks.common import JOB, Row, arguments, median, report, run_job, spread, table
+from benchmarks import deltas
+from benchmarks.common import JOB, Row, arguments, median, report, spread, table
 from benchmarks.engines import Caller, Work
 from benchmarks.generator_overhead import make_turns
-from benchmarks.publishing import PullingReader, Stager, SwappingGenerator, bytes_of, delta_cost, qwen_like
+from benchmarks.publishing import PullingReader, Stager, SwappingGenerator, bytes_of, qwen_like
 from monarch_rl.cluster import local
 from monarch_rl.cluster.placement import Processes
 from monarch_rl.config import Config
@@ -51,6 +51,7 @@ PARTS = ("stall", "pause", "bandwidth", "bytes", "delta")
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="of the benchmark (all)")
+    parser.add_argument("--models", nargs="+", choices=deltas.MODELS, default=[*deltas.MODELS], help="of the part delta (all)")
     parser.add_argument("--mb", type=int, default=64, help="of the staged model (64)")
     parser.add_argument("--rounds", type=int, default=40, help="timed publishes of each kind (40)")
     parser.add_argument("--turns", type=int, default=8, help="turns of generation with and without publishes (8)")
@@ -62,7 +63,7 @@ async def measure(options: Namespace) -> None:
     config = load(list(JOB)).config
     os.environ.update(local.environment(config))
     plan, results, texts = model_of(options.mb), {}, []
-    parts: Row = {"stall": stall, "pause": pause, "bandwidth": bandwidth, "bytes": count_bytes, "delta": delta}
+    parts: Row = {"stall": stall, "pause": pause, "bandwidth": bandwidth, "bytes": count_bytes, "delta": deltas.measure}
     for part in options.parts:
         text, results[part] = await parts[part](config, plan, options)
         texts.append(text)
@@ -146,7 +147,7 @@ async def rates(config: Config, generator: Any, caller: Any, plan: LoadPlan, opt
     """Tokens per second of neighbouring turns, with and without versions arriving."""
     turns = make_turns(config, Namespace(groups=128, turns=2 * options.turns, at_once=32), 32)
     async with system(config, plan, 0) as (stager, _, (publishers, rings)):
-        following = generator.follow.call_one(publishers, rings, [plan.digest], {}).as_asyncio()
+        following = generator.follow.call_one(publishers, rings, [plan.digest], []).as_asyncio()
         found: tuple[list[float], list[float]] = [], []
         for number, work in enumerate(turns):
             publishing = number % 2 == 0
@@ -232,36 +233,6 @@ async def engine_plans(config: Config, ranks: int) -> list[LoadPlan]:
         return list((await generator.start.call(generator)).values())
     finally:
         await mesh.stop()
-
-
-# --- deltas
-
-
-async def delta(_: Config, __: LoadPlan, options: Namespace) -> tuple[str, Row]:
-    models = {"tiny": qwen_like(128, 2, 128), "0.5 B": qwen_like(1024, 28, 151_936)}
-    rows, result = [], {}
-    for name, plan in models.items():
-        for share in (0.001, 0.01, 0.05):
-            cost = await asyncio.to_thread(delta_cost, plan, share, 3)
-            saved, spent = cost["full"] - cost["delta"], cost["encode_s"] + cost["apply_s"]
-            figures = (f"{cost['delta'] / cost['full']:.4f}", f"{1e3 * cost['encode_s']:.1f}", f"{1e3 * cost['apply_s']:.1f}")
-            rows.append((name, f"{share:.1%}", f"{cost['full'] / 1e6:.1f}", *figures, f"{saved / spent / 1e9:.2f}"))
-            result[f"{name} {share}"] = cost
-    header = ("model", "changed", "image, MB", "delta, of it", "encode, ms", "apply, ms", "pays below, GB/s")
-    with tempfile.TemporaryDirectory() as folder:
-        keys = (
-            "model.dtype=bfloat16",
-            "trainer.lr=1e-6",
-            "weights.encoding=delta",
-            "steps=12",
-            "eval.prompts=0",
-            "buffer.dead_groups=keep",
-        )
-        last = (await asyncio.to_thread(run_job, Path(folder) / "run", *keys)).rows[-1]
-    run = {key: last[key] for key in ("sync/bytes", "sync/pulled_bytes", "sync/deltas")}
-    text = f"default job in bfloat16 at lr 1e-6: {run['sync/deltas']:.0f} of 12 pulls after the first were deltas, "
-    text += f"the last of {run['sync/pulled_bytes'] / run['sync/bytes']:.3f} of an image"
-    return f"{table(header, rows)}\n\n{text}", {**result, "run": run}
 
 
 def result_mb(plan: LoadPlan) -> float:

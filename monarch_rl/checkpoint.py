@@ -143,20 +143,26 @@ class Saver:
     """Writes the checkpoints of one trainer rank beside its steps, one after the other.
 
     The trainer stands still for one copy of its state. The memory of the copy is kept, since to get it anew takes longer than to fill it,
-    and so is what torch knows of the state, which takes a while in Python. A thread has torch plan the files and writes them, or has them
-    written by a process as soon as that has started.
+    and so is what torch knows of the state, which takes a while in Python. A thread has it written, by the rank itself or, as soon as those
+    of all ranks have started, by a process beside each.
     """
 
-    def __init__(self, group: ProcessGroup | None, apart: bool = False) -> None:
-        """`group`: of its own, with a CPU backend, as training goes on in the others. `apart`: by a process, where there will be many."""
+    def __init__(self, group: ProcessGroup | None, apart: bool = False, store: tuple[str, int] = ("", 0)) -> None:
+        """`group`: of its own, with a CPU backend, as training goes on in the others.
+
+        `apart`: by processes, where there will be many checkpoints; those of several ranks meet at their TCPStore, `store` (host, port)."""
         from torch.distributed import get_world_size, is_initialized
 
-        self._group, self._apart = group, apart and sys.platform == "linux"
+        from monarch_rl.checkpoint_process import NO_GROUP
+
+        self._group, self._apart, self._store = group, apart and sys.platform == "linux", store
         self._alone = not is_initialized() or get_world_size(group) == 1
-        """A rank alone asks nobody: what torch sends of a plan is pickled, while the trainer waits for the interpreter."""
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        """A rank alone asks nobody."""
+        warnings.filterwarnings("ignore", NO_GROUP, UserWarning)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._process: WriterProcess | None = None
+        self._processes = 0
+        """started so far"""
         self._writing: Future[None] | None = None
         self._where: list[int] = []
         """addresses of the learner's tensors, as they were when the copy was laid out"""
@@ -195,19 +201,23 @@ class Saver:
         at_once = StagingOptions(use_pinned_memory=pinned, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False)
         state = _state(learner)
         self._copy = DefaultStager(at_once).stage(state)  # type: ignore[assignment]  # a Future with async staging only
-        copies = list(_tensors(self._copy))
         if self._apart:
-            self._thread.submit(self._start_process, copies, on_gpu).result()
-        pairs = zip(copies, _tensors(state), strict=True)
+            self._thread.submit(self._start_process, on_gpu).result()
+        pairs = zip(_tensors(self._copy), _tensors(state), strict=True)
         self._pairs = list({copy.data_ptr(): (copy, tensor) for copy, tensor in pairs}.values())  # a tied weight has two names
         self._where = [tensor.data_ptr() for tensor in _held(learner)]
 
-    def _start_process(self, copies: list[Tensor], pinned: bool) -> None:
+    def _start_process(self, pinned: bool) -> None:
         """By the thread, as the process ends with the thread that has started it."""
-        from monarch_rl.checkpoint_process import WriterProcess
+        from torch.distributed import get_rank, get_world_size
+
+        from monarch_rl.checkpoint_process import Peers, WriterProcess
 
         self._end_process()
-        self._process = WriterProcess(copies, pinned)
+        self._processes += 1
+        meeting = f"checkpoint writers {self._processes}"
+        peers = None if self._alone else Peers(*self._store, meeting, get_rank(self._group), get_world_size(self._group))
+        self._process = WriterProcess(self._copy, pinned, peers)
 
     def _end_process(self) -> None:
         if self._process is not None:
@@ -216,15 +226,34 @@ class Saver:
     def _write(self, folder: Path, told: Callable[[Exception | None], None]) -> None:
         from torch.distributed.checkpoint.state_dict_saver import save
 
-        from monarch_rl.checkpoint_process import writer
-
+        process = self._process
         try:
             with _one_line(OSError, f"the checkpoint cannot be written in {folder}"):
-                save(self._copy, storage_writer=writer(folder, self._process), process_group=self._group, no_dist=self._alone)
+                if process is None or not self._all(process.is_ready):
+                    save(self._copy, checkpoint_id=folder, process_group=self._group, no_dist=self._alone)
+                elif not self._all(lambda: process.write(folder)):
+                    raise OSError("the processes that write it have lost each other")
         except OSError as error:
             told(error)
         else:
             told(None)
+
+    def _all(self, done: Callable[[], bool]) -> bool:
+        """Whether it is so on all ranks. Raises OSError on all of them: what one of them raises."""
+        from torch.distributed import all_gather_object, get_world_size
+
+        if self._alone:
+            return done()
+        try:
+            mine: bool | str = done()
+        except OSError as error:
+            mine = str(error)
+        answers: list[bool | str] = [False] * get_world_size(self._group)
+        all_gather_object(answers, mine, self._group)
+        for reason in answers:
+            if isinstance(reason, str):
+                raise OSError(reason)
+        return all(answers)
 
 
 def load(learner: Learner, folder: Path) -> None:

@@ -1,7 +1,8 @@
-"""A process beside a trainer rank that writes its shards of checkpoints: Python that writes would take turns with Python that trains.
+"""A process beside each trainer rank that writes its checkpoints: Python that writes would take turns with Python that trains.
 
-Both see the memory of the copy. The parent has torch plan what goes into which file; the process writes that, at a lower priority,
-and answers with what torch keeps of it in `.metadata`. It ends with its parent. Linux only.
+Both see the memory of the copy. What is in it stays the same, so torch plans this rank's part once, when the process is started. From then
+on it is told a folder and saves, together with the processes of the other ranks, in a group of their own and at a lower priority. It
+ends with its parent. Linux only.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import contextlib
 import math
 import mmap
 import os
+import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import accumulate
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -25,18 +27,28 @@ from monarch_rl.supervise import manner
 
 if TYPE_CHECKING:
     from torch import Tensor, dtype
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import MetadataIndex
-    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
-    from torch.distributed.checkpoint.storage import WriteResult
+    from torch.distributed.checkpoint.planner import SavePlan
 
 ALIGNED = 64
 NICE = 5
 """Trainers and generators come first; a checkpoint must be written all the same before the next is due."""
 HOST_REGISTER_PORTABLE = 1
 """cudaHostRegisterPortable"""
-END_S = 10.0
-"""For the process to end when it is told to."""
+NO_GROUP = "torch.distributed is disabled"
+"""What torch warns of when a rank alone saves."""
+
+
+class Peers(NamedTuple):
+    """How the processes of all ranks find each other."""
+
+    host: str
+    port: int
+    """of the store where the ranks have met"""
+    name: str
+    """of this meeting"""
+    rank: int
+    world: int
 
 
 class Place(NamedTuple):
@@ -50,30 +62,36 @@ class Place(NamedTuple):
 class WriterProcess:
     """Made and used by one thread, with which the process ends."""
 
-    def __init__(self, tensors: Sequence[Tensor], pinned: bool) -> None:
-        """Moves what these hold into memory that the process sees; what shares memory stays that. `pinned`: a GPU copies to it."""
+    def __init__(self, state: Mapping[str, Any], pinned: bool, peers: Peers | None) -> None:
+        """Moves the tensors of `state` into memory that the process sees; what shares memory stays that.
+
+        `pinned`: a GPU copies to it. `peers`: None for a rank alone."""
         import torch
 
-        distinct = {tensor.data_ptr(): tensor for tensor in tensors if tensor.numel()}
+        plan, tensors = _planned(state)
+        distinct = {tensor.data_ptr(): tensor for tensor in tensors.values() if tensor.numel()}
         ends = list(accumulate((-(-tensor.nbytes // ALIGNED) * ALIGNED for tensor in distinct.values()), initial=0))
         offsets, size = dict(zip(distinct, ends, strict=False)), max(1, ends[-1])
+        places = {index: Place(offsets.get(t.data_ptr(), 0), tuple(t.shape), t.dtype) for index, t in tensors.items()}
+        told = pickle.dumps((plan, places, peers))
         file = os.memfd_create("checkpoint")
-        os.ftruncate(file, size)
-        self._memory, self._pinned = mmap.mmap(file, size), pinned
-        self._base = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        os.ftruncate(file, size + len(told))
+        memory = mmap.mmap(file, size + len(told))
+        memory[size:] = told
+        self._memory, self._pinned = memory, pinned
+        self._base = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
         if pinned and int(torch.cuda.cudart().cudaHostRegister(self._base, size, HOST_REGISTER_PORTABLE)):  # the enum itself is always true
             raise RuntimeError(f"{size} bytes for the copy of a checkpoint cannot be pinned")
         with torch.no_grad():
-            for tensor in tensors:
+            for index, tensor in tensors.items():
                 if tensor.numel():
-                    place = Place(offsets[tensor.data_ptr()], tuple(tensor.shape), tensor.dtype)
-                    tensor.set_(_at(self._memory, place).copy_(tensor))  # type: ignore[call-overload]
-        self._start(file)
+                    tensor.set_(_at(memory, places[index]).copy_(tensor))  # type: ignore[call-overload]
+        self._start(file, size)
 
-    def _start(self, file: int) -> None:
+    def _start(self, file: int, size: int) -> None:
         self._pipe, theirs = Pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(theirs.fileno()), str(file), str(os.getpid())],
+            [sys.executable, "-m", __name__, *map(str, (theirs.fileno(), file, size, os.getpid()))],
             env={name: value for name, value in os.environ.items() if name != ROLE} | {"CUDA_VISIBLE_DEVICES": ""},
             stdin=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(), file),
@@ -83,38 +101,32 @@ class WriterProcess:
         self._ready = False
 
     def is_ready(self) -> bool:
-        """It has started; that takes seconds.
+        """It has started, which takes seconds, and so have those of the other ranks.
 
         Raises:
             OSError: it has ended.
         """
-        if not self._ready and self._pipe.poll():
+        if self._pipe.poll():  # then it says that it is ready, or has ended
             self._hear()
             self._ready = True
         return self._ready
 
-    def write(self, folder: Path, plan: SavePlan, tensors: Mapping[MetadataIndex, Tensor]) -> list[WriteResult]:
-        """Write these, as planned. Raises OSError: that failed, or the process has ended."""
-        places = {index: self._place(tensor) for index, tensor in tensors.items()}
+    def write(self, folder: Path) -> bool:
+        """Whether it is written; if not, another rank's process has ended. Raises OSError: that failed, or this one has ended."""
         with contextlib.suppress(BrokenPipeError):  # what is heard next tells
-            self._pipe.send((folder, plan, places))
-        written = self._hear()
-        if isinstance(written, Exception):
-            raise written
-        return written  # type: ignore[no-any-return]
-
-    def _place(self, tensor: Tensor) -> Place:
-        offset = tensor.data_ptr() - self._base if tensor.numel() else 0
-        return Place(offset, tuple(tensor.shape), tensor.dtype)
+            self._pipe.send(folder)
+        answer = self._hear()
+        if isinstance(answer, str):
+            raise OSError(answer)
+        return bool(answer)
 
     def close(self) -> None:
+        """When it has nothing to write."""
         import torch
 
         if self._pinned:
             torch.cuda.cudart().cudaHostUnregister(self._base)
         self._pipe.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_S)
         self._process.kill()
         self._process.wait()
 
@@ -123,6 +135,18 @@ class WriterProcess:
             return self._pipe.recv()
         except (EOFError, ConnectionResetError):
             raise OSError(f"the process that writes it {manner(self._process.wait())}") from None
+
+
+def _planned(state: Mapping[str, Any]) -> tuple[SavePlan, dict[MetadataIndex, Tensor]]:
+    """What this rank has to write, of all that the ranks have, and the tensors that the plan names."""
+    import torch
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+
+    planner = DefaultSavePlanner()
+    with torch.no_grad():  # or what is found would be views
+        planner.set_up_planner(dict(state))
+        plan = planner.create_local_plan()
+        return plan, {item.index: planner.lookup_object(item.index) for item in plan.items}
 
 
 def _at(memory: mmap.mmap, place: Place) -> Tensor:
@@ -135,53 +159,53 @@ def _at(memory: mmap.mmap, place: Place) -> Tensor:
     return torch.frombuffer(memory, dtype=place.dtype, count=count, offset=place.offset).view(place.shape)
 
 
-def writer(folder: Path, process: WriterProcess | None) -> FileSystemWriter:
-    """torch's writer of files; what goes into them is written by the process, when that has started."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.futures import Future
+def _meet(peers: Peers) -> None:
+    from torch.distributed import PrefixStore, TCPStore, init_process_group  # type: ignore[attr-defined]
 
-    class Apart(FileSystemWriter):
-        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-            if process is None or not process.is_ready():
-                return super().write_data(plan, planner)
-            written: Future[list[WriteResult]] = Future()
-            tensors: dict[MetadataIndex, Any] = {item.index: planner.resolve_data(item) for item in plan.items}
-            written.set_result(process.write(folder, plan, tensors))
-            return written
-
-    return Apart(folder)
+    store = PrefixStore(peers.name, TCPStore(peers.host, peers.port, is_master=False))
+    init_process_group("gloo", store=store, rank=peers.rank, world_size=peers.world)
 
 
-class _Planned:
-    """What torch's writer asks of a planner: the data."""
+def _serve(pipe: Connection, plan: SavePlan, tensors: Mapping[MetadataIndex, Tensor], alone: bool) -> None:
+    import warnings
 
-    def __init__(self, memory: mmap.mmap, places: Mapping[MetadataIndex, Place]) -> None:
-        self._memory, self._places = memory, places
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    def resolve_data(self, item: Any) -> Tensor:
-        return _at(self._memory, self._places[item.index])
+    class Planned(DefaultSavePlanner):
+        def create_local_plan(self) -> SavePlan:
+            return plan
 
+        def lookup_object(self, index: MetadataIndex) -> Tensor:
+            return tensors[index]
 
-def _serve(pipe: Connection, memory: mmap.mmap) -> None:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-
+    warnings.filterwarnings("ignore", NO_GROUP, UserWarning)
     pipe.send(None)
     while True:
-        folder, plan, places = pipe.recv()
+        folder = pipe.recv()
         try:
-            planned: SavePlanner = _Planned(memory, places)  # type: ignore[assignment]
-            pipe.send(FileSystemWriter(folder).write_data(plan, planned).value())
-        except Exception as error:
-            pipe.send(error)
+            save({}, checkpoint_id=folder, planner=Planned(), no_dist=alone)
+        except CheckpointException as error:  # all of them hear of it
+            pipe.send(str(error))
+        except Exception:  # they cannot hear each other any more: those that wait for this one are to know
+            pipe.send(False)
+            raise
+        else:
+            pipe.send(True)
 
 
-def main(pipe: int, memory: int, parent: int) -> None:
+def main(pipe: int, file: int, size: int, parent: int) -> None:
     die_with_parent(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):  # a terminal or Slurm sends them to all
         signal.signal(number, signal.SIG_IGN)
     os.nice(NICE)
+    memory = mmap.mmap(file, os.fstat(file).st_size)
+    plan, places, peers = pickle.loads(memory[size:])
+    if peers is not None:
+        _meet(peers)
     with contextlib.suppress(EOFError, BrokenPipeError):
-        _serve(Connection(pipe), mmap.mmap(memory, os.fstat(memory).st_size))
+        _serve(Connection(pipe), plan, {index: _at(memory, place) for index, place in places.items()}, alone=peers is None)
 
 
 if __name__ == "__main__":

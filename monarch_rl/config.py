@@ -299,8 +299,6 @@ def validate(config: Config) -> None:
     )
     if wrong := next(filter(None, mistakes), ""):
         raise ConfigError(wrong)
-    if config.model.lora.rank and (ranks := config.generator.tensor_parallel) > 1:
-        raise ConfigError(f"generator.tensor_parallel={ranks}: ranks cannot share adapters yet; set it to 1, or model.lora.rank=0")
     if config.replay and (config.record or config.resume != "none" or config.checkpoint.every):
         raise ConfigError("replay: trains from the first step to the last; leave out record, resume and checkpoint.every")
     if not str(config.output_dir).strip():

@@ -9,19 +9,21 @@ from collections import defaultdict
 from collections.abc import Awaitable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from monarch_rl.cluster.children import Child
 from monarch_rl.cluster.hosts import Hosts
 from monarch_rl.cluster.machine import set_monarch_up
 from monarch_rl.cluster.placement import Processes, place_generator, place_single, place_worker
 from monarch_rl.config import Config
-from monarch_rl.supervise import DEATH, PROCESS_DIED, answer, named, obituary, waiting
+from monarch_rl.supervise import DEATH, PROCESS_DIED, answer, named, obituary
 
 if TYPE_CHECKING:
     from monarch.actor import MeshFailure, ProcMesh
 
     from actors.process import Process
+
+T = TypeVar("T")
 
 START_DEADLINE_S = 900.0
 """A large model may take minutes to load."""
@@ -32,7 +34,7 @@ END_DEADLINE_S = 2.0
 LEAVE_S = 0.1
 """From when a process says that it ends until it does, for the word to get out."""
 DEATH_NOTICE_S = 1.5
-"""Monarch looks after its processes twice a second; so long may it take to hear of a death after its consequences."""
+"""So long may it take to hear of a death after its consequences; where the kernel does not tell, Monarch looks twice a second."""
 MANNER_S = 0.5
 """For Monarch to tell how a process has ended, where it has asked the kernel first."""
 
@@ -49,6 +51,23 @@ def first_failure(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = min(error.exceptions, key=lambda e: isinstance(e, ActorDied))
     return error
+
+
+async def unless_dead(waited: Awaitable[T], died: asyncio.Future[Any]) -> T:
+    """What comes of a question to a process.
+
+    Raises:
+        ActorDied: it has died meanwhile, or `died` says so itself. Monarch may take long to tell.
+    """
+    asked = asyncio.ensure_future(waited)
+    asked.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end when nobody waits for it any more
+    try:
+        await asyncio.wait({asked, died}, return_when=asyncio.FIRST_COMPLETED)
+        if asked.done():
+            return asked.result()
+        raise ActorDied(died.result())
+    finally:
+        asked.cancel()
 
 
 class Meshes:
@@ -78,7 +97,7 @@ class Meshes:
 
     def watch(self) -> None:
         """Hear of deaths from now on. Monarch has one hook for it in a process, so this is for one session at a time."""
-        set_monarch_up()
+        set_monarch_up(self._config.cluster.kind == "local")
         import monarch.actor
 
         loop = asyncio.get_running_loop()
@@ -131,18 +150,9 @@ class Meshes:
             who = named(name, rank, len(usages))
             self._children[name].append(Child(usage.pid, partial(self._child_ended, name, process, who)))
 
-    async def alive(self, who: str, waited: Awaitable[Any]) -> Any:
+    async def alive(self, who: str, waited: Awaitable[T]) -> T:
         """Await something that may take long, unless a process dies meanwhile."""
-        task = asyncio.ensure_future(waited)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # it may end when nobody waits for it any more
-        try:
-            with waiting(who, START_DEADLINE_S):
-                done, _ = await asyncio.wait({task, self.fault}, timeout=START_DEADLINE_S, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    raise TimeoutError
-            return task.result() if task in done else self.fault.result()
-        finally:
-            task.cancel()
+        return await unless_dead(answer(waited, who, START_DEADLINE_S), self.fault)
 
     def leave(self, name: str) -> asyncio.Future[str]:
         """The death of this mesh is another's to deal with: `fault` is not told. The result says how it died."""

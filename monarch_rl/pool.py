@@ -9,7 +9,7 @@ from functools import partial
 from typing import Generic, Protocol, TypeVar
 
 from monarch_rl.config import UserError
-from monarch_rl.meshes import DEATH_NOTICE_S, ActorDied, Meshes
+from monarch_rl.meshes import DEATH_NOTICE_S, ActorDied, Meshes, unless_dead
 from monarch_rl.supervise import cause, obituary
 
 LOOKS = 4
@@ -75,7 +75,8 @@ class Kind(Protocol[A]):
         """It can be used from now on."""
 
     def lost(self, number: int) -> None:
-        """It is of no use any more, whatever its process does."""
+        """It is of no use any more, whatever its process does. Told once, and at once: who waits for its answer may hear of it in no other
+        way."""
 
     async def work(self, number: int, member: A) -> str:
         """Have it do what it is there for; fails when its process dies. Answers when it can do it no more all the same, and says why."""
@@ -92,6 +93,7 @@ class Pool(Generic[A]):
         self.next = 0
         """Number of the member that is spawned next."""
         self._lost = 0
+        self._unfit: set[int] = set()  # told to be lost
         self._tasks: asyncio.TaskGroup | None = None
         self.changing = asyncio.Lock()
         """Held while members come and go."""
@@ -124,7 +126,7 @@ class Pool(Generic[A]):
         """
         assert self._tasks is not None
         try:
-            await self._kind.ready(number, self.live[number])
+            await unless_dead(self._kind.ready(number, self.live[number]), self._meshes.leave(self._name(number)))
         except Exception as error:
             await self.bury(number)
             raise UserError(f"{self._kind.name} {number} could not be added: {cause(error)}") from error
@@ -132,10 +134,17 @@ class Pool(Generic[A]):
 
     async def bury(self, number: int) -> None:
         """End one, in whatever state it is."""
+        self._lose(number)
+        self._unfit.discard(number)
         del self.live[number]
-        self.joined.pop(number, None)
-        self._kind.lost(number)
         await self._meshes.bury(self._name(number))
+
+    def _lose(self, number: int) -> None:
+        """Nobody is to ask it any more."""
+        self.joined.pop(number, None)
+        if number not in self._unfit:
+            self._unfit.add(number)
+            self._kind.lost(number)
 
     @property
     def meshes(self) -> list[str]:
@@ -161,8 +170,11 @@ class Pool(Generic[A]):
         finally:
             work.cancel()
             stuck.cancel()
+        if number not in self.live:  # it has left
+            return
+        self._lose(number)  # also while others come and go, which may take minutes
         async with self.changing:
-            if number in self.live:  # else it has left, or was about to
+            if number in self.live:  # else it was about to leave
                 await self._replace(number, why)
 
     async def _work(self, number: int, member: A) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from monarch_rl.calls import Calls
 from monarch_rl.config import Config, UserError
 from monarch_rl.lives import Holdings
 from monarch_rl.observe import console
@@ -32,7 +33,7 @@ DEADLINE_S = 60.0
 RECENT = 2000
 """Spans of an actor that are kept for figures."""
 COLLECT_S = 0.5
-"""Between two collections of what there is news of: each is two calls, and Monarch keeps a kilobyte of every call for ever."""
+"""Between two collections of what there is news of."""
 LOOK_S = 1.0
 """Between two looks into the replay buffer, for display."""
 ROWS = 256
@@ -61,6 +62,7 @@ class Records:
         self._figures = GeneratorFigures()
         self._evaluation: dict[str, Any] = {}
         self._file: MetricsFile | None = None
+        self._calls = Calls()
         self._looked = 0.0
         self.console = make_console(config)
         self.version = Version(0, 0)
@@ -109,7 +111,7 @@ class Records:
     async def listen(self) -> None:
         """Hand on what the generators report as it comes, also within a long step; for ever."""
         while True:
-            await self._metrics.news.call_one()
+            await self._calls.one(self._metrics.news)
             await self.collect()
             if time.monotonic() - self._looked > LOOK_S:
                 await self.look()
@@ -118,12 +120,12 @@ class Records:
     async def look(self) -> None:
         """See what the replay buffer holds."""
         self._looked = time.monotonic()
-        self.holdings = await answer(self._buffer.holdings.call_one(), "replay buffer (holdings)", DEADLINE_S)
+        self.holdings = await answer(self._calls.one(self._buffer.holdings), "replay buffer (holdings)", DEADLINE_S)
 
     async def collect(self) -> None:
         """The latest report of each generator; their spans go where spans go."""
         before = self.reports
-        self.reports, spans = await answer(self._metrics.collect.call_one(), "metrics", DEADLINE_S)
+        self.reports, spans = await answer(self._calls.one(self._metrics.collect), "metrics", DEADLINE_S)
         for line in too_slow(before, self.reports):
             self.console.say(line)
         for lane, recorded in spans.items():
@@ -174,7 +176,7 @@ class Records:
         row: dict[str, Any] = {"step": step, "version": str(version), "wall_s": round(time.monotonic() - self._started, 3)}
         row |= {**stats, **self._figures.row(version, self.reports)}
         if step:
-            figures: dict[str, float] = await answer(self._buffer.stats.call_one(step), "replay buffer (stats)", DEADLINE_S)
+            figures: dict[str, float] = await answer(self._calls.one(self._buffer.stats, step), "replay buffer (stats)", DEADLINE_S)
             row |= figures
         self.rows.append(row | self._taken_evaluation(row))
         self._file.write(self.rows[-1])
@@ -182,7 +184,7 @@ class Records:
         self.console.row(self.rows[-1])
         every = self._config.console.rollouts_every
         if every and step and step % every == 0:
-            groups = await answer(self._buffer.samples.call_one(console.SAMPLES), "replay buffer (samples)", DEADLINE_S)
+            groups = await answer(self._calls.one(self._buffer.samples, console.SAMPLES), "replay buffer (samples)", DEADLINE_S)
             self.console.rollouts(groups)
 
     def _add(self, row: dict[str, Any]) -> None:

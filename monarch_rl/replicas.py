@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from monarch_rl.config import Config
+from monarch_rl.config import Config, UserError
 from monarch_rl.engine_errors import EngineError, is_lost
 from monarch_rl.meshes import DEATH_NOTICE_S, LEAVE_DEADLINE_S, START_DEADLINE_S, Meshes
 from monarch_rl.pool import BACK_OFF_S, MOST_BACK_OFF_S, Pool, for_ever
@@ -31,8 +31,8 @@ class Source(NamedTuple):
     """Of each trainer rank: for each rank of a generator its slots."""
     plans: list[str]
     """Digests of the load plans that the slots are laid out for, by rank of a generator."""
-    base: dict[str, int]
-    """Fingerprints of the base model that generators must have read, where only adapters travel."""
+    base: list[dict[str, int]]
+    """Fingerprints of the base model that the ranks of a generator must have read, where only adapters travel."""
 
 
 class Replicas:
@@ -65,7 +65,7 @@ class Replicas:
         Raises:
             UserError: vLLM refuses the model or a setting. RuntimeError: an engine cuts the weights differently from the first.
         """
-        found = await self._meshes.alive("generators (engine start)", asyncio.gather(*[self._starts[n] for n in numbers or self.live]))
+        found = await self._meshes.alive("generators (engine start)", asyncio.gather(*[self._starts[n] for n in numbers or self._starts]))
         first = self.plans
         if any([plan.digest for plan in plans] != [plan.digest for plan in first] for plans in found):
             raise RuntimeError("generators cut the weights in different ways; all replicas must share one layout")
@@ -93,7 +93,13 @@ class Replicas:
         await asyncio.gather(*[self._unfollow(number) for number in self.live])
 
     async def pull(self, number: int, newest: Version) -> None:
-        """Have one that does not follow pull once."""
+        """Have one that does not follow pull once.
+
+        Raises:
+            UserError: they follow.
+        """
+        if not self._holding:
+            raise UserError(f"pull({number}): generators follow the trainer and pull by themselves; `hold()` them first")
         publishers, rings, plans, _ = self._source
         await answer(self.live[number].pull.call_one(publishers, rings, plans, newest), f"generator {number} (pull)", LEAVE_DEADLINE_S)
 
@@ -131,8 +137,8 @@ class Replicas:
                 self._tasks.create_task(self._follow(self.live[number]), name=f"generator {number}")
 
     def _has_started(self, number: int) -> bool:
-        start = self._starts[number]
-        return start.done() and not start.cancelled() and start.exception() is None
+        start = self._starts.get(number)  # none of one that is lost
+        return start is not None and start.done() and not start.cancelled() and start.exception() is None
 
     async def _follow(self, generator: Generator) -> None:
         """Answers when it has been told to stop, or the trainers are gone."""

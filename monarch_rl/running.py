@@ -98,7 +98,7 @@ class Running:
             return
         if self._published is None:
             self._plans = await self._replicas.started()
-            over = await answer(self._trainers.ranks.transport.call(), "trainers (transport)", START_DEADLINE_S)
+            over = await self._trainers.answer(self._trainers.ranks.transport.call(), "trainers (transport)", START_DEADLINE_S)
             self._records.console.say(self._plans[0].summary(" and ".join(sorted(set(over.values())))))
             self._source = await self._trainers.open_rings(self._plans)
         elif version == self._published:
@@ -307,7 +307,8 @@ class Running:
             if step != self.version.step + 1:
                 raise TrainerRestarted
             try:
-                ranks = list((await answer(self._trainers.ranks.step.call(step), f"trainers (step {step})", None)).values())
+                stepped = self._trainers.ranks.step.call(step)
+                ranks = list((await self._trainers.answer(stepped, f"trainers (step {step})", None)).values())
             except Exception as error:
                 raise Halted(f"stopped before step {step}") if self._halted else error from None
             for rank, stepped in enumerate(ranks):
@@ -355,7 +356,7 @@ class Running:
         self._records.go_back(version)
         self._unrecorded, self._published = None, version
         self._source = await self._trainers.open_rings(self._plans)
-        await answer(self._trainers.ranks.publish.call(version), "trainers (publish)", START_DEADLINE_S)
+        await self._trainers.answer(self._trainers.ranks.publish.call(version), "trainers (publish)", START_DEADLINE_S)
         self._replicas.renew(self._source)
         self._trainers.are_renewed()
 
@@ -379,7 +380,7 @@ class Running:
         while True:
             async with self._outlived(), self._turn:
                 self._trainers.check()
-                return await answer(ask(self._trainers.ranks), f"trainers ({what})", START_DEADLINE_S)
+                return await self._trainers.answer(ask(self._trainers.ranks), f"trainers ({what})", START_DEADLINE_S)
 
     async def _evaluate(self, of: Version) -> None:
         evaluated = await self._evaluated(self.config.eval.prompts, of)

@@ -73,7 +73,7 @@ class Saving:
     async def _write(self, folder: Path, progress: Progress, copied: Future[Any]) -> None:
         unfinished = checkpoint.unfinished(folder)
         try:
-            await answer(copied, "trainers (checkpoint)", START_DEADLINE_S)
+            await self._trainers.answer(copied, "trainers (checkpoint)", START_DEADLINE_S)
             await answer(self._buffer.save.call_one(unfinished), "replay buffer (checkpoint)", START_DEADLINE_S)
             resume.write(unfinished, self._config, self._task)
             checkpoint.complete(folder, progress, self._config.checkpoint.keep)

@@ -7,7 +7,7 @@ import re
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -75,7 +75,7 @@ def waits() -> tuple[list[Wait], list[Wait]]:
     return [Wait(who, now - since, deadline_s, holding) for who, since, deadline_s, holding in list(_open.values())], passed
 
 
-async def answer(reply: Future[T], who: str, deadline_s: float | None) -> T:
+async def answer(reply: Awaitable[T], who: str, deadline_s: float | None) -> T:
     """The reply of an actor, awaited at most `deadline_s` seconds; None: as long as its process gives signs of life.
 
     Raises:
@@ -83,7 +83,7 @@ async def answer(reply: Future[T], who: str, deadline_s: float | None) -> T:
     """
     with waiting(who, deadline_s):
         async with asyncio.timeout(deadline_s):  # `wait_for` of Python 3.11 is deaf to a cancellation that comes together with the answer
-            return await reply.as_asyncio()
+            return await reply
 
 
 def answer_blocking(reply: Future[T], who: str, deadline_s: float) -> T:

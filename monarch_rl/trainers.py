@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from monarch_rl.config import Config, can_restart
-from monarch_rl.meshes import DEATH_NOTICE_S, START_DEADLINE_S, ActorDied, Meshes
+from monarch_rl.meshes import DEATH_NOTICE_S, START_DEADLINE_S, ActorDied, Meshes, unless_dead
 from monarch_rl.pool import BACK_OFF_S, MOST_BACK_OFF_S, until_stuck
 from monarch_rl.replicas import Source
 from monarch_rl.supervise import answer, stillborn
@@ -16,6 +17,8 @@ from monarch_rl.supervise import answer, stillborn
 if TYPE_CHECKING:
     from actors.replay_buffer import ReplayBuffer
     from monarch_rl.weights.plan import LoadPlan
+
+T = TypeVar("T")
 
 MESH = "trainer"
 REASON_S = 5.0
@@ -47,26 +50,31 @@ class Trainers:
         self.ranks: Any = mesh.spawn("trainer", Trainer, config, self._buffer, self.lineage)
         self.publishers: Any = mesh.spawn("publisher", Publisher)
 
+    async def answer(self, reply: Awaitable[T], who: str, deadline_s: float | None) -> T:
+        """As `supervise.answer`. Raises ActorDied as soon as one of them is lost."""
+        return await unless_dead(answer(reply, who, deadline_s), self._meshes.fault if self._lost is None else self._lost)
+
     async def load(self, found: Path | None) -> None:
         """Join the process group, load the model, and go on from a checkpoint where there is one."""
         from monarch.spmd import setup_torch_elastic_env_async
 
-        await self._meshes.alive("trainer processes", setup_torch_elastic_env_async(self._meshes[MESH]))
-        await self._meshes.alive("trainers (model load)", self.ranks.setup.call().as_asyncio())
+        await self.answer(setup_torch_elastic_env_async(self._meshes[MESH]), "trainer processes", START_DEADLINE_S)
+        await self.answer(self.ranks.setup.call(), "trainers (model load)", START_DEADLINE_S)
         if found is not None:
-            await self._meshes.alive("trainers (checkpoint)", self.ranks.restore.call(found).as_asyncio())
+            await self.answer(self.ranks.restore.call(found), "trainers (checkpoint)", START_DEADLINE_S)
 
     async def open_rings(self, plans: list[LoadPlan]) -> Source:
         """Have them lay out what they publish as the ranks of a generator want it."""
-        rings = await answer(self.ranks.open_ring.call(plans), "trainers (staging slots)", START_DEADLINE_S)
-        return Source(self.publishers, list(rings.values()), [plan.digest for plan in plans], await self._base(plans[0]))
+        rings = await self.answer(self.ranks.open_ring.call(plans), "trainers (staging slots)", START_DEADLINE_S)
+        return Source(self.publishers, list(rings.values()), [plan.digest for plan in plans], await self._base(plans))
 
-    async def _base(self, plan: LoadPlan) -> dict[str, int]:
-        """Fingerprints of what generators have read from the model's directory, for them to compare."""
-        if plan.base is None or self._config.weights.verify == "off":
-            return {}
-        ranks = await answer(self.ranks.fingerprints.call([plan.base]), "trainers (base model)", START_DEADLINE_S)
-        return dict(next(iter(ranks.values()))[0])
+    async def _base(self, plans: list[LoadPlan]) -> list[dict[str, int]]:
+        """Fingerprints of what the ranks of a generator have read from the model's directory, for them to compare."""
+        read = [plan.base for plan in plans if plan.base is not None]
+        if not read or self._config.weights.verify == "off":
+            return []
+        ranks = await self.answer(self.ranks.fingerprints.call(read), "trainers (base model)", START_DEADLINE_S)
+        return list(next(iter(ranks.values())))
 
     # --- restarting -------------------------------------------------------------------------------------------------
 

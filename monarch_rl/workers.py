@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from monarch_rl.calls import Calls
 from monarch_rl.config import Config
 from monarch_rl.engine_errors import is_lost
 from monarch_rl.meshes import START_DEADLINE_S, Meshes
@@ -41,7 +42,7 @@ class RolloutWorkers:
     name = "rollout"
 
     def __init__(self, config: Config, meshes: Meshes, known: Known, say: Callable[[str], None]) -> None:
-        self._config, self._meshes, self._known = config, meshes, known
+        self._config, self._meshes, self._known, self._calls = config, meshes, known, Calls()
         self.pool: Pool[RolloutWorker] = Pool(self, config.rollout, meshes, say)
         self.routes: Routes[RolloutWorker] = Routes({}, self.name)
 
@@ -98,7 +99,7 @@ class RolloutWorkers:
         return await for_ever()
 
     async def progress(self, number: int, worker: RolloutWorker) -> None:
-        await worker.alive.call_one().as_asyncio()
+        await self._calls.one(worker.alive)
 
 
 class Scorers:
@@ -107,7 +108,7 @@ class Scorers:
     name = "scorer"
 
     def __init__(self, config: Config, meshes: Meshes, metrics: Metrics, say: Callable[[str], None]) -> None:
-        self._config, self._meshes, self._metrics = config, meshes, metrics
+        self._config, self._meshes, self._metrics, self._calls = config, meshes, metrics, Calls()
         self.pool: Pool[Scorer] = Pool(self, config.scorer, meshes, say)
 
     def begin(self, tasks: asyncio.TaskGroup, rollouts: RolloutWorkers) -> None:
@@ -140,4 +141,4 @@ class Scorers:
         return await for_ever()
 
     async def progress(self, number: int, scorer: Scorer) -> None:
-        await scorer.alive.call_one().as_asyncio()
+        await self._calls.one(scorer.alive)

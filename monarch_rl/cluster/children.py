@@ -1,4 +1,4 @@
-"""Processes of this host whose end is heard of at once: Monarch asks after them twice a second, and on a busy host takes long to tell."""
+"""Processes of this host whose end is heard of at once: Monarch asks after them now and then, and on a busy host takes long to tell."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable
+from functools import cache
 
 from monarch_rl.supervise import manner
 
@@ -17,6 +18,18 @@ PIDFD_GET_INFO, PIDFD_INFO_EXIT = 0xC040FF0B, 1 << 3
 """As `linux/pidfd.h` has them; with exit codes since Linux 6.15."""
 PIDFD_INFO = struct.Struct("=QQ11Ii")
 """mask, …, exit code"""
+
+
+@cache
+def can_hear() -> bool:
+    """Whether this system tells; some sandboxes do not."""
+    if sys.platform != "linux":
+        return False
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError:
+        return False
+    return True
 
 
 class Child:
@@ -36,7 +49,7 @@ class Child:
             except ProcessLookupError:
                 self.ended = True
                 self._loop.call_soon(tell, "")
-            except OSError:  # some sandboxes have no such files; Monarch tells all the same
+            except OSError:  # see `can_hear`; Monarch tells all the same
                 return
 
     def kill(self) -> None:

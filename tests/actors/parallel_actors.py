@@ -10,28 +10,36 @@ from monarch.actor import Actor, concurrent_endpoint, current_rank, current_size
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.generator import Generator
+from monarch_rl.model_config import LoraConfig
 from monarch_rl.types import Generation, Sampling, Version
+from monarch_rl.weights.adapters import file_name, merged, shapes
 from monarch_rl.weights.board import BOARD
 from monarch_rl.weights.plan import LoadPlan, shard_rows
 from monarch_rl.weights.slots import Ring, SlotBuffers
 
 
-def model_of(path: Path, step: int) -> PreTrainedModel:
-    """What the trainers publish as version `step`, the same in every process. Two in three differ little from the one before."""
+def model_of(path: Path, step: int, lora: LoraConfig) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """What the trainers publish as version `step`, the same in every process: the model, and what travels of it. Two in three differ
+    little from the one before."""
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    made = {name: torch.zeros(shape) for name, shape in shapes(model, lora).items()} if lora.rank else weights
     generator = torch.Generator().manual_seed(step // 3)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
-            parameter.view(-1)[: 2 * (step % 3)].add_(0.3)
-    return model
+    for weight in made.values():
+        weight.add_(torch.randn(weight.shape, generator=generator) * (0.15 if lora.rank else 0.05))
+        weight.view(-1)[: 2 * (step % 3)].add_(0.3)
+    for name, weight in weights.items():
+        a, b = (file_name(name.removesuffix(".weight"), part) for part in ("A", "B"))
+        if a in made:
+            weight.copy_(merged(weight, made[a], made[b], 1.0))  # alpha / rank is in B
+    return model, made
 
 
 class Shards(Actor):
     """One trainer rank that does not train."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, lora: LoraConfig, lineage: int) -> None:
+        self._path, self._lora, self._lineage = path, lora, lineage
         self._rank, self._world = current_rank().rank, sum(current_size().values())
 
     @endpoint
@@ -41,9 +49,9 @@ class Shards(Actor):
 
     @endpoint
     def publish(self, step: int) -> None:
-        named = model_of(self._path, step).named_parameters()
-        shards = {name: whole.detach()[slice(*shard_rows(len(whole), self._rank, self._world))] for name, whole in named}
-        self._ring.publish(shards, Version(0, step))
+        _, made = model_of(self._path, step, self._lora)
+        shards = {name: whole[slice(*shard_rows(len(whole), self._rank, self._world))] for name, whole in made.items()}
+        self._ring.publish(shards, Version(self._lineage, step))
 
 
 class State(NamedTuple):

@@ -288,6 +288,6 @@ async def test_a_generator_with_another_base_model_is_refused(folder: Path, tmp_
     with pytest.raises(
         WeightsDiffer, match=r"^generator 1: the base model that it has read from .*/other is not the trainer's: model\.\S+ differs$"
     ):
-        await generator._check_base(expected)
-    await generator._check_base(*await engine.fingerprints(base=True))
+        await generator._check_base([expected])
+    await generator._check_base(await engine.fingerprints(base=True))
     await engine.close()

@@ -355,8 +355,10 @@ async def test_a_swap_that_has_begun_is_told_of_though_the_replica_is_to_pull_no
     await asyncio.wait({pull})
     assert pull.cancelled()
     assert not waits.done()
+    assert not generator._settled, "the engine still reads what was pulled"
     may_end.set()
     await asyncio.wait_for(waits, 60)
+    assert generator._settled
 
 
 async def test_a_failing_step_fails_what_is_pending(doomed: System, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import random
+import re
+import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -72,19 +76,39 @@ def error_of_a_bad_batch(rank: Learner, place: int) -> str:
     return str(caught.value)
 
 
-def restored(trained: Learner, folder: Path) -> bool:
-    """Whether another has the same shards after a checkpoint that a process beside each rank has written."""
-    saver, told = Saver(None, apart=True), SimpleQueue[Exception | None]()
-    saver.save(trained, folder / "by the rank", told.put)
-    assert told.get(timeout=100) is None
-    while saver._process is not None and not saver._process.is_ready():
+def written(saver: Saver, trained: Learner, folder: Path, meanwhile: Callable[[], None] = lambda: None) -> str:
+    """Empty, or why it is not."""
+    told = SimpleQueue[Exception | None]()
+    saver.save(trained, folder, told.put)
+    meanwhile()
+    return str(told.get(timeout=100) or "")
+
+
+def saved_apart(trained: Learner, place: int, folder: Path) -> dict[str, Any]:
+    """What becomes of a checkpoint by the ranks, one by the processes beside them, and one whose second process is killed meanwhile."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if place == 0 else None
+    ports = [store and store.port]
+    dist.broadcast_object_list(ports)
+    saver = Saver(None, apart=True, store=("127.0.0.1", int(ports[0] or 0)))
+    errors = [written(saver, trained, folder / "by the ranks")]
+    process = saver._process
+    assert process is not None
+    while not process.is_ready():
         time.sleep(0.05)
-    saver.save(trained, folder / "apart", told.put)
-    assert told.get(timeout=100) is None
+    with mock.patch("torch.distributed.checkpoint.state_dict_saver.save", side_effect=OSError("the rank writes")):
+        errors.append(written(saver, trained, folder / "apart"))
+        (folder / "file").touch()
+        errors.append(written(saver, trained, folder / "file" / "c"))
+        if place == 1:
+            process._process.send_signal(signal.SIGSTOP)
+        dist.barrier()
+        errors.append(written(saver, trained, folder / "killed", lambda: process._process.kill() if place == 1 else None))
+        errors.append(written(saver, trained, folder / "after"))
     saver.close()
     other = learner(RANKS)
     load(other, folder / "apart")
-    return all(torch.equal(shard, local_shards(other.model)[name]) for name, shard in local_shards(trained.model).items())
+    same = [torch.equal(shard, local_shards(other.model)[name]) for name, shard in local_shards(trained.model).items()]
+    return {"errors": errors, "restored": all(same)}
 
 
 def work(place: int, folder: str) -> None:
@@ -99,7 +123,7 @@ def work(place: int, folder: str) -> None:
         "idle": one_rank_without_work(learner(RANKS), place),
         "half": several_steps(learner(RANKS, bf16=True, activation_checkpointing=True), place, RANKS),
         "error": error_of_a_bad_batch(learner(RANKS), place),
-        "restored": restored(trained, Path(folder)),
+        "saved apart": saved_apart(trained, place, Path(folder)) if sys.platform == "linux" else None,
     }
     save_pretrained(trained.model, f"{folder}/saved", f"{folder}/tokenizer", torch.float32)
     torch.save(results, f"{folder}/{place}.pt")
@@ -171,5 +195,13 @@ def test_a_model_saved_by_two_ranks_loads(folder: Path, two: list[dict[str, Any]
     torch.testing.assert_close(dict(loaded.named_parameters()), two[0]["steps"]["weights"], atol=0, rtol=0)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the ranks write")
 def test_processes_beside_the_ranks_write_their_shards(two: list[dict[str, Any]]) -> None:
-    assert [rank["restored"] for rank in two] == [True, True]
+    """One that is killed ends the checkpoint of all ranks, with one reason, and none after it is written."""
+    for rank in two:
+        assert rank["saved apart"]["restored"]
+        by_the_ranks, apart, in_a_file, killed, after = rank["saved apart"]["errors"]
+        assert by_the_ranks == apart == ""
+        assert re.fullmatch(r"the checkpoint cannot be written in .*/file/c: .*Not a directory.*", in_a_file)
+        assert re.fullmatch(r"the checkpoint cannot be written in .*/killed: the process that writes it was killed by signal 9 .*", killed)
+        assert re.fullmatch(r"the checkpoint cannot be written in .*/after: the process that writes it .*", after)

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from actors.metrics import Metrics
 from actors.streams import Streams
+from monarch_rl.calls import Calls
 from monarch_rl.configure import load
 from monarch_rl.routes import Routes
 from monarch_rl.types import MASK, ROUTING, Generation, Sampling, Version
@@ -79,7 +80,7 @@ async def test_episodes_go_on_from_what_a_killed_replica_has_streamed(generators
     ended, stop_id = ends_one(undisturbed)
     sampling = Sampling(BUDGET, 0.7, top_p=0.9, stop_ids=(stop_id,))
     routes = Routes({0: doomed.actor})
-    streams = Streams(routes, "rollout 0", BURST)
+    streams = Streams(routes, Calls(), "rollout 0", BURST)
     await doomed.actor.hold_after.call_one(DIES_AFTER)
     asked = asyncio.create_task(streams.generate(PROMPT, sampling, SEEDS, DOOMED.step))
     await until(lambda: bool(streams._begun))
@@ -90,6 +91,7 @@ async def test_episodes_go_on_from_what_a_killed_replica_has_streamed(generators
     await until(lambda: all(len(sampled(streamed[index])) >= kept for index in running))
     os.kill(doomed.pid, signal.SIGKILL)
     routes.add(1, heir.actor)
+    routes.lose(0)  # as the controller tells
     generations = await asyncio.wait_for(asked, 60)
 
     assert 0 < DIES_AFTER - kept < BURST, "so many tokens of each running episode are lost"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
+from monarch._rust_bindings.monarch_hyperactor.supervision import SupervisionError
 from monarch.actor import ActorError, this_host
 
 from actors.rollout import RolloutWorker
@@ -98,9 +100,18 @@ class Rig:
         return done
 
     async def work(self) -> list[Group | str]:
+        telling = [asyncio.create_task(self._tell_when_lost(at, scorer)) for at, scorer in self.scorers.items()]
         await asyncio.wait_for(self.worker.work.call_one().as_asyncio(), 100)
+        for task in telling:
+            task.cancel()
         done: list[Group | str] = await self.desk.done.call_one()
         return done
+
+    async def _tell_when_lost(self, at: int, scorer: Any) -> None:
+        """As the controller does."""
+        with contextlib.suppress(SupervisionError):
+            await scorer.until_lost.call_one()
+        await self.worker.lose_scorer.call_one(at)
 
     async def asked(self) -> Any:
         return await self.generator.asked.call_one()

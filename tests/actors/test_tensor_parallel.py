@@ -18,7 +18,7 @@ import pytest_asyncio
 import torch
 from monarch.actor import ActorError
 from monarch.spmd import setup_torch_elastic_env_async
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from actors.metrics import Metrics
 from actors.process import Process
@@ -28,6 +28,7 @@ from monarch_rl.cluster.placement import Processes
 from monarch_rl.config import Config
 from monarch_rl.configure import load
 from monarch_rl.engine_errors import EngineError
+from monarch_rl.model_config import LoraConfig
 from monarch_rl.types import Generation, Sampling, Version
 from monarch_rl.weights.plan import LoadPlan
 from monarch_rl.weights.slots import fingerprints
@@ -50,6 +51,9 @@ class Replica:
     plans: list[LoadPlan]
     others: Any
     """The host's environment for more processes."""
+    base: list[dict[str, int]]
+    """Fingerprints of what each rank must have read by itself; none where all weights travel."""
+    lineage: int = 0
     step: int = 0
     names: Any = field(default_factory=count)
 
@@ -60,8 +64,9 @@ class Replica:
     @asynccontextmanager
     async def trainers(self, count: int) -> AsyncIterator[tuple[Any, tuple[Any, list[Any], list[str]]]]:
         """Trainer ranks, and where a generator finds what they publish."""
+        self.lineage += 1
         mesh = local.spawn(local.host(), Processes("trainer", "rank", count), self.others)
-        shards: Any = mesh.spawn("shards", Shards, Path(self.config.model.path))
+        shards: Any = mesh.spawn("shards", Shards, Path(self.config.model.path), self.config.model.lora, self.lineage)
         publishers = mesh.spawn("publisher", Publisher)
         try:
             rings = list((await shards.open.call(self.plans)).values())
@@ -74,6 +79,20 @@ class Replica:
         await shards.publish.call(self.step)
         return self.step
 
+    def published(self) -> list[dict[str, int]]:
+        """Fingerprints of what each rank must hold of the last version."""
+        _, made = model_at(self.config.model.path, self.config.model.lora.rank, self.step)
+        return [fingerprints(plan, [piece.cut(made[piece.name]) for piece in plan.pieces]) for plan in self.plans]
+
+    def gaps(self, prompt: list[int], generation: Generation) -> torch.Tensor:
+        """|Δ log-probability| of each token against transformers with the weights that it names, all of one version."""
+        (version,) = {Version.unpack(packed) for packed in generation.versions_T.tolist()}
+        model, _ = model_at(self.config.model.path, self.config.model.lora.rank, version.step)
+        ids = torch.tensor([prompt + generation.ids_T.tolist()])
+        with torch.no_grad():
+            logprobs = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1], -1)
+        return (logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0] - torch.from_numpy(generation.logprobs_T)).abs()
+
     async def one(self, prompt: list[int], tokens: int, seed: int, name: str = "") -> Generation:
         generation: Generation = await self.first.one.call_one(name or f"{next(self.names)}", prompt, Sampling(tokens), seed)
         return generation
@@ -85,10 +104,13 @@ class Replica:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def replica(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replica]:
+async def replica(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replica]:
+    """With a parameter: of adapters of that rank."""
+    lora = getattr(request, "param", 0)
     path = write_model(tmp_path_factory.mktemp("model") / "qwen2", "qwen2")
-    keys = ("recipe=grpo_qwen", "profile=cpu", f"model.path={path}", f"generator.tensor_parallel={RANKS}", "weights.verify=every")
-    config = load([*keys, "generator.engine.kv_cache_memory_bytes=67108864", "weights.encoding=delta"]).config
+    keys = ["recipe=grpo_qwen", "profile=cpu", f"model.path={path}", f"generator.tensor_parallel={RANKS}", "weights.verify=every"]
+    keys += ["generator.engine.kv_cache_memory_bytes=67108864", "weights.encoding=delta", f"model.lora.rank={lora}"]
+    config = load(keys).config
     environment = local.environment(config)
     meshes = [
         local.spawn(local.host(), Processes(name, dim, count), environment)
@@ -97,7 +119,10 @@ async def replica(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rep
     ranks: Any = meshes[0].spawn("generator", OpenGenerator, config, 0, meshes[1].spawn("metrics", Metrics))
     await setup_torch_elastic_env_async(meshes[0])
     plans = list((await ranks.start.call(ranks)).values())
-    yield Replica(config, ranks, plans, environment)
+    read = {name: p.detach() for name, p in AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).named_parameters()}
+    bases = [plan.base for plan in plans if plan.base]
+    base = [fingerprints(plan, [piece.cut(read[piece.name]) for piece in plan.pieces]) for plan in bases]
+    yield Replica(config, ranks, plans, environment, base)
     # As a session does it, and for the rest of this process: the interpreter's own way out stops gloo's threads in the middle.
     monarch.actor.unhandled_fault_hook = lambda failure: None
     await meshes[0].spawn("process", Process).end.call(0.1)
@@ -106,17 +131,8 @@ async def replica(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rep
 
 
 @cache
-def model_at(path: str, step: int) -> PreTrainedModel:
-    return model_of(Path(path), step)
-
-
-@torch.no_grad()
-def gaps(path: str, prompt: list[int], generation: Generation) -> torch.Tensor:
-    """|Δ log-probability| of each token against transformers with the weights that it names, all of one version."""
-    (version,) = {Version.unpack(packed) for packed in generation.versions_T.tolist()}
-    ids = torch.tensor([prompt + generation.ids_T.tolist()])
-    logprobs = torch.log_softmax(model_at(path, version.step)(ids).logits[0, len(prompt) - 1 : -1], -1)
-    return (logprobs.gather(-1, ids[0, len(prompt) :, None])[:, 0] - torch.from_numpy(generation.logprobs_T)).abs()
+def model_at(path: str, rank: int, step: int) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    return model_of(Path(path), step, LoraConfig(rank))
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -124,19 +140,19 @@ def prompts(count: int) -> list[list[int]]:
     return [[chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 40))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("trainers", [1, 2, 3])
-async def test_both_ranks_hold_the_trainers_weights_exactly(replica: Replica, trainers: int) -> None:
-    """98 rows over 3 ranks, and again over 2 padded ones; every checkpoint tensor on every rank that has a part of it."""
+async def check_exactness(replica: Replica, trainers: int) -> None:
+    """They pull when they are told to: an image, a delta, and an image of what is too different."""
+    deltas = []
     async with replica.trainers(trainers) as (shards, source):
-        step = await replica.publish(shards)
-        await replica.first.pull.call_one(*source, Version(0, step))
-    model = model_at(replica.config.model.path, step)
-    trained = dict(model.named_parameters())
-    expected = [fingerprints(plan, [piece.cut(trained[piece.name].detach()) for piece in plan.pieces]) for plan in replica.plans]
-    assert await replica.first.fingerprints.call_one() == expected
+        for _ in range(3):
+            step = await replica.publish(shards)
+            await replica.first.pull.call_one(*source, Version(replica.lineage, step))
+            assert await replica.first.fingerprints.call_one() == replica.published()
+            deltas.append([state.deltas for state in await replica.states()])
+    assert deltas == [[0, 0], [1, 1], [1, 1]]
     asked = prompts(16)
     found = await asyncio.gather(*[replica.one(prompt, 40, seed) for seed, prompt in enumerate(asked)])
-    errors = torch.cat([gaps(replica.config.model.path, *each) for each in zip(asked, found, strict=True)])
+    errors = torch.cat([replica.gaps(*each) for each in zip(asked, found, strict=True)])
     assert len(errors) == 16 * 40
     assert errors.max() <= MOST
     assert errors.mean() <= MEAN
@@ -144,7 +160,7 @@ async def test_both_ranks_hold_the_trainers_weights_exactly(replica: Replica, tr
     assert first == second
 
 
-async def test_swaps_and_aborts_under_load_find_both_ranks_at_the_same_step(replica: Replica) -> None:
+async def check_steps(replica: Replica) -> None:
     """Versions arrive, as whole images and as deltas, while requests come, end and are aborted."""
     kept: list[tuple[list[int], Generation]] = []
     over = False
@@ -160,7 +176,10 @@ async def test_swaps_and_aborts_under_load_find_both_ranks_at_the_same_step(repl
             kept.append((prompt, await asked))
 
     async with replica.trainers(2) as (shards, source):
-        following = replica.first.follow.call_one(*source, {}).as_asyncio()
+        if replica.base:
+            with pytest.raises(ActorError, match=r"the base model that it has read from .* is not the trainer's"):
+                await replica.first.follow.call_one(*source, replica.base[::-1])
+        following = replica.first.follow.call_one(*source, replica.base).as_asyncio()
         loads = [asyncio.ensure_future(load(seed)) for seed in range(12)]
         for _ in range(6):
             await replica.first.ready.call_one(await replica.publish(shards))
@@ -173,18 +192,28 @@ async def test_swaps_and_aborts_under_load_find_both_ranks_at_the_same_step(repl
         await following
     first, second = await replica.states()
     assert first == second
-    assert first.version == Version(0, replica.step)
+    assert first.version == Version(replica.lineage, replica.step)
     assert first.deltas > 0
     versions = [len(set(generation.versions_T.tolist())) for _, generation in kept]
     assert max(versions) > 1, "no weights arrived while a request was under way"
     unmixed = [each for each, number in zip(kept, versions, strict=True) if number == 1]
-    errors = torch.cat([gaps(replica.config.model.path, *each) for each in unmixed])
+    errors = torch.cat([replica.gaps(*each) for each in unmixed])
     assert errors.max() <= MOST
     assert errors.mean() <= MEAN
 
 
+@pytest.mark.parametrize("trainers", [1, 2, 3])
+async def test_both_ranks_hold_the_trainers_weights_exactly(replica: Replica, trainers: int) -> None:
+    """98 rows over 3 ranks, and again over 2 padded ones; every checkpoint tensor on every rank that has a part of it."""
+    await check_exactness(replica, trainers)
+
+
+async def test_swaps_and_aborts_under_load_find_both_ranks_at_the_same_step(replica: Replica) -> None:
+    await check_steps(replica)
+
+
 async def test_ranks_that_go_apart_end_the_replica(replica: Replica) -> None:
-    """The last test: nothing is served any more."""
+    """The last test of this replica: nothing is served any more."""
     lost = [replica.ranks.slice(tp=rank).shut_or_failed.call_one().as_asyncio() for rank in range(RANKS)]
     await replica.ranks.slice(tp=1).derail.call_one()
     found = await asyncio.gather(*lost, replica.first.fingerprints.call_one().as_asyncio(), return_exceptions=True)
@@ -193,3 +222,11 @@ async def test_ranks_that_go_apart_end_the_replica(replica: Replica) -> None:
     assert "sampled other tokens than rank 0" in str(causes[1])
     with pytest.raises(ActorError, match="EngineError"):
         await replica.one([1], 1, 0)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("replica", [3], indirect=True)
+async def test_both_ranks_hold_their_parts_of_adapters_and_replace_them_at_the_same_step(replica: Replica) -> None:
+    """Cases 33, 35. Of three trainer ranks each holds one row of A."""
+    await check_exactness(replica, 3)
+    await check_steps(replica)

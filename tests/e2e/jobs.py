@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,11 @@ from typing import Any
 import psutil
 
 from monarch_rl.cluster.local import ROLE
+from monarch_rl.cluster.machine import POLL
 
 ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != POLL} | {"PYTHONPATH": str(ROOT)}
+"""As a user's: a run sets Monarch up itself."""
 SMALL = ["recipe=grpo_qwen", "buffer.prompts_per_step=8", "eval.prompts=8", "console.rollouts_every=0", "trainer.warmup_steps=1"]
 MAIN_STEPS = 8
 MAIN = f"""recipe=grpo_qwen steps={MAIN_STEPS} buffer.prompts_per_step=16 eval.prompts=64 eval.every=4 trainer.warmup_steps=2
@@ -44,7 +47,7 @@ def within(seconds: float, reached: Callable[[], bool]) -> bool:
 class Job:
     """`python -m monarch_rl.run ARGUMENTS`, started; its output goes to files, so that nothing waits for a reader."""
 
-    def __init__(self, folder: Path, *arguments: str, name: str = "job") -> None:
+    def __init__(self, folder: Path, *arguments: str, name: str = "job", environment: Mapping[str, str] | None = None) -> None:
         self.output_dir = folder / name
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         LOGS.extend((self._out, self._err, self.output_dir / "error.log"))
@@ -53,7 +56,7 @@ class Job:
             self.process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                env=ENVIRONMENT | dict(environment or {}),
                 stdout=out,
                 stderr=err,
                 stdin=subprocess.DEVNULL,
@@ -72,8 +75,8 @@ class Job:
     @property
     def rows(self) -> list[dict[str, Any]]:
         """Of metrics.jsonl, which must be JSON proper: without NaN."""
-        lines = (self.output_dir / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line, parse_constant=_refuse) for line in lines]
+        lines = (self.output_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+        return [json.loads(line, parse_constant=_refuse) for line in lines if line.endswith("\n")]
 
     def until_steps(self, steps: int) -> None:
         self._until(lambda: sum(line.startswith("step ") for line in self.out.splitlines()) > steps, f"step {steps}")
@@ -183,7 +186,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "monarch_rl.run", *arguments],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=ENVIRONMENT,
         text=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -54,8 +54,8 @@ async def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         for replica in range(2):
             await made.ask(replica, min_step=STEPS)
         made.held, made.trained = await made.generator_fingerprints(), await made.trainer_fingerprints()
-        seen.bases = [next(iter((await session._trainers.ranks.fingerprints.call([seen.plan.base])).values()))[0]]
-        seen.bases += [await generator.base_fingerprints.call_one() for generator in session._replicas.live.values()]
+        seen.bases = next(iter((await session._trainers.ranks.fingerprints.call([seen.plan.base])).values()))
+        seen.bases += [(await generator.base_fingerprints.call_one())[0] for generator in session._replicas.live.values()]
         await session.save_model()
     return seen
 

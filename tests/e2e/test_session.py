@@ -90,6 +90,8 @@ async def test_everything_works_while_it_trains(tmp_path: Path) -> None:
         step = session.version.step
         with pytest.raises(UserError, match="no chat template"):
             await session.evaluate("reasoning_gym:chain_sum", 4)
+        with pytest.raises(UserError, match=r"pull\(0\): generators follow the trainer and pull by themselves"):
+            await session.pull(0)
         evaluated, other = await asyncio.gather(session.evaluate(prompts=16), session.evaluate(OTHER, 4))
         assert (evaluated.prompts, other.prompts + other.unscorable) == (16, 4)
         assert (await session.generate("5+6=")).texts

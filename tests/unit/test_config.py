@@ -396,10 +396,6 @@ def test_round_trip_keeps_a_profile_that_this_machine_would_not_pick() -> None:
             "trainer.loss=notebook:fn was defined in a notebook: put it into a file, and use trainer.loss=path/to/file.py:fn",
         ),
         ("rollout.deadline_s=0", "rollout.deadline_s: must be a finite number above 0, got 0.0"),
-        (
-            "generator.tensor_parallel=2 model.lora.rank=4",
-            "generator.tensor_parallel=2: ranks cannot share adapters yet; set it to 1, or model.lora.rank=0",
-        ),
         ("generator.engine.model=x", "generator.engine.model: not passed on to vLLM; set model.path"),
         (
             "generator.engine.tensor_parallel_size=2",

@@ -36,12 +36,15 @@ class Hands:
         self.heard: list[tuple[str, int]] = []
         self.members: dict[int, Member] = {}
         self.cannot_start: set[int] = set()
+        self.may_start = asyncio.Event()
+        self.may_start.set()
 
     def spawn(self, number: int) -> Member:
         self.members[number] = Member(number)
         return self.members[number]
 
     async def ready(self, number: int, member: Member) -> None:
+        await self.may_start.wait()
         if number in self.cannot_start:
             raise OSError("no room")
 
@@ -140,6 +143,29 @@ async def test_a_replacement_that_cannot_start_is_replaced_in_its_turn() -> None
         await made.until_live(3)
         assert made.said[1:] == [f"hand {number} could not be added: no room; hand {number + 1} takes its place" for number in (1, 2)]
         assert made.hands.heard == [("joins", 0), ("lost", 0), ("lost", 1), ("lost", 2), ("joins", 3)]
+
+
+async def test_one_that_dies_while_it_starts_is_replaced_at_once() -> None:
+    async with rig() as made:
+        made.hands.may_start.clear()
+        made.die(0)
+        await made.until(lambda: 1 in made.pool.live)
+        made.die(1)
+        await made.until(lambda: 2 in made.pool.live)
+        assert made.said[1] == "hand 1 could not be added: hand 1 was killed; hand 2 takes its place"
+
+
+async def test_of_one_that_is_lost_its_users_hear_while_another_still_starts() -> None:
+    async with rig(count=2) as made:
+        made.hands.may_start.clear()
+        made.die(0)
+        await made.until(lambda: 2 in made.pool.live)
+        made.die(1)
+        await made.until(lambda: ("lost", 1) in made.hands.heard)
+        assert (sorted(made.pool.live), list(made.pool.joined)) == ([1, 2], [])
+        made.hands.may_start.set()
+        await made.until_live(2, 3)
+        assert made.hands.heard.count(("lost", 1)) == 1
 
 
 @pytest.mark.parametrize(("most", "said"), [(0, "hand 0 was killed"), (2, "hand 2 was killed (hand.max_restarts=2 were used up)")])

@@ -17,6 +17,7 @@ from monarch_rl.observe.timeline import Span
 from monarch_rl.observe.trace import Trace
 from monarch_rl.records import ROWS, Records, too_slow
 from monarch_rl.types import Version
+from tests.replies import Called
 
 
 @pytest.fixture
@@ -25,14 +26,15 @@ def records(tmp_path: Path) -> Records:
     config = Config(output_dir=str(tmp_path))
     config.console.rollouts_every = 0
     made = Records(config)
+    made._calls = Called()  # type: ignore[assignment]
     made.trace = Trace(tmp_path / "timeline.json")
     made._trackers = SimpleNamespace(row=lambda row: None)  # type: ignore[assignment]
 
     def asked(found: Any) -> Any:
-        async def answered() -> Any:
+        async def told(*_: Any) -> Any:
             return found
 
-        return SimpleNamespace(call_one=lambda *_: SimpleNamespace(as_asyncio=answered))
+        return told
 
     made.begin(Version(0, 0), SimpleNamespace(collect=asked(([], {}))), SimpleNamespace(stats=asked({})))  # type: ignore[arg-type]
     return made

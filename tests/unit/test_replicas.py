@@ -11,6 +11,7 @@ import pytest
 from monarch_rl import replicas as module
 from monarch_rl.config import Config
 from monarch_rl.replicas import Replicas
+from tests.replies import Reply
 
 
 class Generator:
@@ -32,7 +33,7 @@ class Generator:
     def _endpoint(self, name: str) -> Any:
         def call_one(*arguments: Any) -> Any:
             self.asked.append((name, arguments))
-            return SimpleNamespace(as_asyncio=lambda: self.answers[name])
+            return Reply(self.answers[name])
 
         return call_one
 

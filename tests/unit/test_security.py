@@ -22,8 +22,13 @@ from monarch_rl.user_files import load_attribute
 from tests.batches import save
 from tests.unit.test_docs import sources
 
-OWN_PROCESSES = {"reward_process.py": "pickle.loads", "dashboard.py": "pickle.load", "lockstep.py": "pickle.loads"}
-"""Pickles over a pipe from a parent to its child and back, and between the ranks of a generator as between all actors."""
+OWN_PROCESSES = {
+    "reward_process.py": "pickle.loads",
+    "checkpoint_process.py": "pickle.loads",
+    "dashboard.py": "pickle.load",
+    "lockstep.py": "pickle.loads",
+}
+"""Pickles from a parent to its child and back, and between the ranks of a generator as between all actors."""
 UNPICKLES = {"pickle.load", "pickle.loads", "cloudpickle.load", "cloudpickle.loads", "marshal.loads", "shelve.open", "joblib.load"}
 RUNS = {"eval", "exec", "compile", "os.system", "os.popen", "yaml.load", "yaml.unsafe_load", "runpy.run_path"}
 

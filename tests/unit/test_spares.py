@@ -13,13 +13,7 @@ import pytest_asyncio
 from monarch_rl import replicas
 from monarch_rl.config import Config
 from monarch_rl.replicas import Replicas
-
-
-class Reply:
-    def as_asyncio(self) -> asyncio.Future[None]:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        done.set_result(None)
-        return done
+from tests.replies import Reply, replied
 
 
 class Mesh:
@@ -34,7 +28,7 @@ class Mesh:
     def _endpoint(self, what: str) -> Any:
         def call() -> Reply:
             self._asked.append(f"{what} {self._number}")
-            return Reply()
+            return replied()
 
         return SimpleNamespace(call=call, call_one=call)
 

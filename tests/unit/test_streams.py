@@ -13,6 +13,7 @@ from monarch_rl.engine_errors import EngineError
 from monarch_rl.observe.quiet import silent_stderr
 from monarch_rl.routes import Routes
 from monarch_rl.types import FinishReason, Generation, Sampling, Version
+from tests.replies import Called
 
 
 def sampled(ids: list[int], version: int, reason: FinishReason = "abort", replica: int = 0) -> Generation:
@@ -28,7 +29,7 @@ class Streaming:
     def __init__(self, answers: dict[tuple[int, ...], Generation] | None = None) -> None:
         self.answers, self.asked, self.met = answers, [], []
         self.die = asyncio.Event()
-        self.generate: Any = SimpleNamespace(call_one=self._generate)
+        self.generate = self._generate
         self.introduce: Any = SimpleNamespace(call_one=self._introduce)
 
     async def _introduce(self, worker: str, port: Any) -> None:
@@ -49,7 +50,7 @@ def streaming(*replicas: Any) -> tuple[Routes[Any], Streams]:
 
         monarch.actor.context()
     routes = Routes(dict(enumerate(replicas)))
-    return routes, Streams(routes, "rollout 0", burst_tokens=4)
+    return routes, Streams(routes, Called(), "rollout 0", burst_tokens=4)  # type: ignore[arg-type]
 
 
 async def settle() -> None:

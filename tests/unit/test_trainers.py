@@ -15,6 +15,7 @@ from monarch_rl.loop import TrainerRestarted
 from monarch_rl.pool import for_ever
 from monarch_rl.running import Running
 from monarch_rl.trainers import Trainers
+from tests.replies import Reply
 
 DIED = "trainer was killed"
 
@@ -79,7 +80,7 @@ async def test_nothing_is_asked_of_trainers_before_they_know_where_to_go_on(tmp_
     def call(what: str | int) -> Any:
         asked.append(what)
         heard.set()
-        return SimpleNamespace(as_asyncio=for_ever)
+        return Reply()
 
     trainers.ranks = SimpleNamespace(step=SimpleNamespace(call=call))
     running = Running(trainers._config)

@@ -10,27 +10,18 @@ import pytest
 
 from monarch_rl.supervise import HOLDING, NamedTimeout, Wait, answer, waits
 from monarch_rl.watchdog import Look, Watchdog, line, look, table
-
-
-class Reply:
-    """Of an actor: comes when it is told to."""
-
-    def __init__(self) -> None:
-        self.future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-
-    def as_asyncio(self) -> asyncio.Future[str]:
-        return self.future
+from tests.replies import Reply
 
 
 async def test_a_wait_is_open_until_it_is_answered() -> None:
-    reply: Any = Reply()
+    reply = Reply()
 
     async def serve() -> str:
         HOLDING.set("prompt 3")
         return await answer(reply, "generator 1", 600)
 
     asked = asyncio.create_task(serve())
-    parked = asyncio.create_task(answer(Reply(), "replay buffer (lease)", None))  # type: ignore[arg-type]
+    parked = asyncio.create_task(answer(Reply(), "replay buffer (lease)", None))
     await asyncio.sleep(0)
     (first, second), passed = waits()
     assert (first.who, first.deadline_s, first.holding) == ("generator 1", 600, "prompt 3")
@@ -46,7 +37,7 @@ async def test_a_wait_is_open_until_it_is_answered() -> None:
 
 async def test_a_deadline_that_passes_is_told_once() -> None:
     with pytest.raises(NamedTimeout, match=r"no answer from scorer 0 within 0\.01 s"):
-        await answer(Reply(), "scorer 0", 0.01)  # type: ignore[arg-type]
+        await answer(Reply(), "scorer 0", 0.01)
     open_now, (passed,) = waits()
     assert open_now == []
     assert (passed.who, passed.deadline_s) == ("scorer 0", 0.01)
