@@ -209,7 +209,7 @@ class RolloutWorker(Actor):
         HOLDING.set(f"prompt {lease.ordinal}")
         LOSSES.set(Losses(self._config.rollout.max_attempts - lease.attempt + 1))
         work, buffer = Purpose("train", self._task, None, self._sampling, lease.min_version, lease.attempt), self._buffer
-        told: Awaitable[object]
+        told: Awaitable[None] | Awaitable[bool]
         try:
             with waiting("its group", self._config.rollout.deadline_s):
                 async with asyncio.timeout(self._config.rollout.deadline_s):

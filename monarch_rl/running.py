@@ -307,8 +307,8 @@ class Running:
             if step != self.version.step + 1:
                 raise TrainerRestarted
             try:
-                stepped = self._trainers.ranks.step.call(step)
-                ranks = list((await self._trainers.answer(stepped, f"trainers (step {step})", None)).values())
+                reply = self._trainers.ranks.step.call(step)
+                ranks = list((await self._trainers.answer(reply, f"trainers (step {step})", None)).values())
             except Exception as error:
                 raise Halted(f"stopped before step {step}") if self._halted else error from None
             for rank, stepped in enumerate(ranks):
