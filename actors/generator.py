@@ -44,7 +44,7 @@ class Generator(Actor):
         self._config, self._replica, self._metrics = config, replica, metrics
         self.name = f"generator {replica}"
         self._rank = 0
-        self._moved = 0
+        self._moved = self._earlier_deltas = 0
         self._arrived: asyncio.Event = asyncio.Event()
         self._pulls = GeneratorReport(replica)
         self._report_due: asyncio.TimerHandle | None = None
@@ -267,6 +267,7 @@ class Generator(Actor):
             raise RuntimeError(f"{self.name}: its engine cuts the weights differently from generator 0; all replicas must share one layout")
         transport.demand(self._config.weights.transport, self.name)
         await transport.warm_up()
+        self._earlier_deltas = self._pulls.deltas
         self._puller = Puller(self._plan, rings, rank=self._rank, encoding=self._config.weights.encoding)
 
     async def _stage(self, target: Target) -> None:
@@ -333,7 +334,7 @@ class Generator(Actor):
                 raise WeightsDiffer(f"{self.name}: {error.__cause__}") from error
             raise
         self._settled = True
-        self._pulls.bytes_per_pull, self._pulls.deltas = self._moved, self._puller.deltas
+        self._pulls.bytes_per_pull, self._pulls.deltas = self._moved, self._earlier_deltas + self._puller.deltas
         self._swapped(version, start_ns, pulled_ns, pause_s, self._engine.stats().tokens - tokens_before)
 
     async def _check_base(self, expected: list[dict[str, int]]) -> None:

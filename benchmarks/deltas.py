@@ -120,16 +120,18 @@ def trained_cost(shape: Shape) -> Row:
     weights = local_shards(learner.model)
     plan = LoadPlan(tuple(Piece(name, tuple(w.shape), 0, len(w), 0, w[0].numel(), "bfloat16") for name, w in weights.items()))
     blocks = layout(plan, 0, 1)
-    held, new = (torch.zeros(region_bytes(blocks), dtype=torch.uint8) for _ in range(2))
-    stage(blocks, plan, weights, held, 0, 1)
+
+    def image() -> Tensor:
+        region = torch.zeros(region_bytes(blocks), dtype=torch.uint8)
+        stage(blocks, plan, local_shards(learner.model), region, 0, 1)
+        return region
 
     def images() -> Iterator[Tensor]:
         for step in range(1, 2 + ROUNDS):
             learner.step(batch(step, 4, 24, shape.vocabulary))
-            stage(blocks, plan, local_shards(learner.model), new, 0, 1)
-            yield new
+            yield image()
 
-    cost = cost_of(held, images())
+    cost = cost_of(image(), images())
     dist.destroy_process_group()
     return cost
 
@@ -146,6 +148,7 @@ def cost_of(held: Tensor, images: Iterator[Tensor]) -> Row:
         apply_delta(found, held, SIZE)
         applied = time.perf_counter()
         assert torch.equal(held, image)
+        del image  # the next step needs the memory
         costs.append({"changed": changed, "delta": len(found), "encode_s": encoded - start, "apply_s": applied - encoded})
     return {"image": len(held), **{key: median(cost[key] for cost in costs[1:]) for key in costs[0]}}
 

@@ -162,7 +162,7 @@ class Meshes:
         """End a mesh that was left, in whatever state it is, and start its processes again where they were."""
         placed = self._placed[name]
         process: Any = self._meshes[name][1]
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(Exception):  # one whose processes died before they were there has no name
             async with asyncio.timeout(END_DEADLINE_S):
                 self._former.add(await process._name.as_asyncio())
         await self.bury(name)

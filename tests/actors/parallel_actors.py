@@ -84,6 +84,10 @@ class OpenGenerator(Generator):
         return State(stats.tokens, lockstep._sampled, stats.steps, stats.swaps, self._puller.deltas, self._engine.version)
 
     @concurrent_endpoint
+    async def reported_deltas(self) -> int:
+        return self._pulls.deltas
+
+    @concurrent_endpoint
     async def derail(self) -> None:
         """As if another token had been sampled here."""
         lockstep = self._engine._jobs.lockstep

@@ -150,6 +150,7 @@ async def check_exactness(replica: Replica, trainers: int) -> None:
             assert await replica.first.fingerprints.call_one() == replica.published()
             deltas.append([state.deltas for state in await replica.states()])
     assert deltas == [[0, 0], [1, 1], [1, 1]]
+    assert await replica.first.reported_deltas.call_one() == replica.lineage, "one of these trainers, and of each before them"
     asked = prompts(16)
     found = await asyncio.gather(*[replica.one(prompt, 40, seed) for seed, prompt in enumerate(asked)])
     errors = torch.cat([replica.gaps(*each) for each in zip(asked, found, strict=True)])
