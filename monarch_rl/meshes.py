@@ -84,7 +84,7 @@ class Meshes:
         self._children: defaultdict[str, list[Child]] = defaultdict(list)  # processes of this host
         self._listening: dict[str, asyncio.Task[None]] = {}
         self._former: set[str] = set()  # Monarch's names of meshes that others of the same name have replaced
-        self._oom_kills = 0
+        self._oom_kills = oom_kills()
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.fault.add_done_callback(lambda fault: fault.cancelled() or fault.exception())  # may come when nobody waits for it
 
@@ -101,7 +101,6 @@ class Meshes:
         import monarch.actor
 
         loop = asyncio.get_running_loop()
-        self._oom_kills = oom_kills()
 
         def hook(failure: MeshFailure) -> None:
             # A process is mourned once, by its Process actor; and Monarch has actors of its own: without an obituary, or with a name that
