@@ -4,7 +4,8 @@ Trainer ranks with a random Qwen3, each on one thread. A block of steps begins w
 rank, as those of a run are, or by a thread of its own, or with none. The floor is a block that begins with one copy of the state, while a
 process at the same priority writes as many bytes to a file: what no checkpoint that is written meanwhile can save. `lost` is how much
 longer a block took than the one of its turn that began with nothing, so it holds the copy, what Python of the rank does for the checkpoint
-and what the writing takes from the others. Its unit is a copy under the same load: one that is made while the other process writes.
+and what the writing takes from the others. CPU time is the same without what other programs of the machine do. The unit is a copy under
+the same load: one that is made while the other process writes.
 """
 
 from __future__ import annotations
@@ -42,17 +43,21 @@ def model(width: int, layers: int, vocabulary: int = 4096) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(Qwen3Config(vocab_size=vocabulary, max_position_embeddings=512, tie_word_embeddings=True, **shape, **heads))
 
 
-def batch(step: int, episodes: int, tokens: int, vocabulary: int = 4096) -> Shard:
-    draw = np.random.default_rng(step)
+def batch(step: int, episodes: int, tokens: int, vocabulary: int = 4096, rank: int = 0, ranks: int = 1) -> Shard:
+    """One group, of which each rank has so many episodes."""
+    draw = np.random.default_rng(step * ranks + rank)
     sampled_T = np.arange(tokens) >= 4
     versions_T = np.where(sampled_T, Version(0, step - 1).pack(), NOT_SAMPLED)
     ids_BT, logprobs_T = draw.integers(0, vocabulary, (episodes, tokens), np.int32), np.full(tokens, -8, np.float32) * sampled_T
-    rows = [Episode(ids_T, sampled_T, logprobs_T, versions_T, reward=float(i % 2)) for i, ids_T in enumerate(ids_BT)]
-    rewards_PG = np.array([[row.reward for row in rows]], np.float64)
-    places, total = [(0, i) for i in range(episodes)], episodes * (tokens - 4)
-    return Shard(step, rows, places, [list(range(episodes))], rewards_PG, rewards_PG[..., None], total, episodes)
+    places = [(0, rank * episodes + i) for i in range(episodes)]
+    rows = [Episode(ids_T, sampled_T, logprobs_T, versions_T, reward=float(i % 2)) for ids_T, (_, i) in zip(ids_BT, places, strict=True)]
+    rewards_PG = np.arange(ranks * episodes, dtype=np.float64)[None] % 2
+    total = ranks * episodes * (tokens - 4)
+    return Shard(step, rows, places, [list(range(episodes))], rewards_PG, rewards_PG[..., None], total, ranks * episodes)
 
 
+SKIPPED = 2
+"""Turns that get memory first."""
 Told = Callable[[Exception | None], None]
 Turn = dict[str, dict[str, float]]
 Begin = Callable[[Told], None]
@@ -62,13 +67,13 @@ Begin = Callable[[Told], None]
 class Trainer:
     """Steps on the same small batch."""
 
-    def __init__(self, learner: Learner, episodes: int, tokens: int) -> None:
-        self.learner, self._size, self._step = learner, (episodes, tokens), 0
+    def __init__(self, learner: Learner, tokens: int) -> None:
+        self.learner, self._tokens, self._step = learner, tokens, 0
         self._kept: list[torch.Tensor] = []
 
     def step(self) -> None:
         self._step += 1
-        self.learner.step(batch(self._step, *self._size))
+        self.learner.step(batch(self._step, 1, self._tokens, rank=dist.get_rank(), ranks=dist.get_world_size()))
 
     def shards(self) -> list[torch.Tensor]:
         """Of weights and moments."""
@@ -144,21 +149,21 @@ def everywhere(done: bool) -> bool:
 
 
 def block(trainer: Trainer, begin: Begin | None, folder: Path, steps: int) -> dict[str, float]:
-    """At least so many steps, until what they begin with is done. Seconds: of all, of the call, of CPU time of other threads here."""
+    """At least so many steps, until what they begin with is done. Seconds: of all, of the call, of CPU time of this process and of its
+    other threads."""
     done: SimpleQueue[Exception | None] = SimpleQueue()
     clear(folder)
-    began, others = time.perf_counter(), time.process_time() - time.thread_time()
+    began, process_s, thread_s = time.perf_counter(), time.process_time(), time.thread_time()
     if begin is not None:
         begin(done.put)
     called, taken = time.perf_counter(), 0
     while taken < steps or not everywhere(begin is None or not done.empty()):
         trainer.step()
         taken += 1
-    ended = time.perf_counter()
+    ended, process_s, thread_s = time.perf_counter(), time.process_time() - process_s, time.thread_time() - thread_s
     if begin is not None and (error := done.get()) is not None:
         raise error
-    threads_s = time.process_time() - time.thread_time() - others
-    return {"call_s": called - began, "block_s": ended - began, "threads_s": threads_s, "steps": taken}
+    return {"call_s": called - began, "block_s": ended - began, "cpu_s": process_s, "threads_s": process_s - thread_s, "steps": taken}
 
 
 def turn(trainer: Trainer, ways: dict[str, Begin | None], floor: Floor, folder: Path, options: Namespace, first: int) -> Turn:
@@ -169,20 +174,16 @@ def turn(trainer: Trainer, ways: dict[str, Begin | None], floor: Floor, folder: 
     alone_s, loaded_s = trainer.copy_s(), floor.loaded_copy_s()
     without = {key: value / options.steps for key, value in taken.pop("none").items()}
     lost = {
-        name: {
-            "call": of["call_s"] / alone_s,
-            "lost": (of["block_s"] - of["steps"] * without["block_s"]) / loaded_s,
-            "threads_s": of["threads_s"] - of["steps"] * without["threads_s"],
-        }
+        name: {"call_s": of["call_s"], **{key: of[key] - of["steps"] * without[key] for key in ("block_s", "cpu_s", "threads_s")}}
         for name, of in taken.items()
     }
     return {**lost, "none": {"step_s": without["block_s"], "copy_s": alone_s, "loaded_copy_s": loaded_s}}
 
 
-def likely(values: Sequence[float], digits: int = 1) -> str:
+def likely(values: Sequence[float], unit: float) -> str:
     """`1.1 (0.9 to 1.4)`: the median, and where that of all turns is with a probability of 95 %, whatever their distribution."""
-    ordered, skipped = sorted(values), max(0, int(len(values) / 2 - 0.98 * len(values) ** 0.5))
-    return f"{median(values):.{digits}f} ({ordered[skipped]:.{digits}f} to {ordered[-1 - skipped]:.{digits}f})"
+    ordered, skipped = sorted(value / unit for value in values), max(0, int(len(values) / 2 - 0.98 * len(values) ** 0.5))
+    return f"{median(ordered):.1f} ({ordered[skipped]:.1f} to {ordered[-1 - skipped]:.1f})"
 
 
 def started(saver: Saver, trainer: Trainer, folder: Path) -> Begin:
@@ -201,9 +202,8 @@ def work(rank: int, options: Namespace, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=options.ranks)
     mesh = init_device_mesh("cpu", (options.ranks,))
-    trainer = Trainer(
-        Learner(model(options.width, options.layers), TrainerConfig(), total_steps=10**6, device_mesh=mesh), episodes=1, tokens=64
-    )
+    learner = Learner(model(options.width, options.layers), TrainerConfig(), total_steps=10**6, device_mesh=mesh)
+    trainer = Trainer(learner, tokens=64)
     for _ in range(2):
         trainer.step()
     process = Saver(dist.new_group(backend="gloo"), apart=True, store=("127.0.0.1", port))
@@ -214,26 +214,29 @@ def work(rank: int, options: Namespace, port: int, folder: Path) -> None:
         "floor": floor.begin,
         "none": None,
     }
-    turns = [turn(trainer, ways, floor, folder, options, i) for i in range(2 + options.turns)][2:]
+    turns, end = [], time.perf_counter() + 60 * options.minutes
+    while len(turns) < SKIPPED + 1 or everywhere(time.perf_counter() < end):
+        turns.append(turn(trainer, ways, floor, folder, options, len(turns)))
     megabytes = sum(shard.nbytes for shard in trainer.shards()) / 1e6
     process.close()
     thread.close()
     dist.destroy_process_group()
     if rank == 0:
-        show(options, turns, megabytes)
+        show(options, turns[SKIPPED:], megabytes)
 
 
 def show(options: Namespace, turns: list[Turn], megabytes: float) -> None:
     columns = {name: {key: [turn[name][key] for turn in turns] for key in of} for name, of in turns[0].items()}
-    plain = columns["none"]
-    about = f"{options.ranks} rank(s), state of {megabytes:.0f} MB each, {options.turns} turns"
-    basis = ", ".join(f"{key} {spread(plain[key], 3)}" for key in plain)
+    beyond = {key: [a - b for a, b in zip(of, columns["floor"][key], strict=True)] for key, of in columns["process"].items()}
+    alone_s, loaded_s = (median(columns["none"][key]) for key in ("copy_s", "loaded_copy_s"))
+    about = f"{options.ranks} rank(s), state of {megabytes:.0f} MB each, {len(turns)} turns"
+    basis = ", ".join(f"{key} {spread(values, 3)}" for key, values in columns["none"].items())
+    header = ("written by", "stands still / copy", "lost / loaded copy", "CPU of the rank / loaded copy", "of other threads, ms")
     rows = [
-        (name, spread(of["call"]), likely(of["lost"]), likely([1e3 * value for value in of["threads_s"]]))
-        for name in ("process", "thread", "floor")
-        for of in (columns[name],)
+        (name, likely(of["call_s"], alone_s), likely(of["block_s"], loaded_s), likely(of["cpu_s"], loaded_s), likely(of["threads_s"], 1e-3))
+        for name, of in (*((name, columns[name]) for name in ("process", "thread", "floor")), ("process - floor", beyond))
     ]
-    text = table(("written by", "stands still, copies", "lost, copies", "other threads' CPU, ms"), rows)
+    text = table(header, rows)
     report(options.out, f"{about}\n{basis}\n\n{text}", {"state_mb": megabytes, **columns})
 
 
@@ -241,8 +244,8 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--width", type=int, default=512, help="of the model (512)")
     parser.add_argument("--layers", type=int, default=6, help="of the model (6)")
-    parser.add_argument("--turns", type=int, default=50, help="checkpoints of each kind (50)")
-    parser.add_argument("--steps", type=int, default=4, help="from one checkpoint to the next, or more until it is written (4)")
+    parser.add_argument("--minutes", type=float, default=4.0, help="to take turns (4)")
+    parser.add_argument("--steps", type=int, default=3, help="from one checkpoint to the next, or more until it is written (3)")
     parser.add_argument("--ranks", type=int, default=1, help="of the trainer, on this host (1)")
     options = parser.parse_args()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

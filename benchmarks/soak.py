@@ -58,7 +58,7 @@ class Soak(Job):
     def __init__(self, folder: Path, *overrides: str) -> None:
         self._temporary = folder / "tmp"
         self._temporary.mkdir(parents=True)
-        super().__init__(folder, *JOB, *SETTINGS, *overrides, name="run", environment={"TMPDIR": str(self._temporary)})
+        super().__init__(folder, *JOB, *SETTINGS, *overrides, name="run", more={"TMPDIR": str(self._temporary)})
         self.began = time.monotonic()
         self.lives: defaultdict[tuple[str, int], list[Row]] = defaultdict(list)
         """Samples by kind and process."""

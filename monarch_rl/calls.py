@@ -1,7 +1,7 @@
 """Frequent calls of one actor, whose answers come through ports that are used again.
 
-Of every port that an answer was ever sent to Monarch keeps a kilobyte for ever, half of it where the answer comes from; an endpoint's
-`call_one` opens one each time.
+Of each port to which an answer was ever sent Monarch remembers the number, at both ends and for ever; `call_one` opens two each time, and
+removes one. That makes two kilobytes of a call (docs/failures.md has the figures).
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class Meshes:
         self._children: defaultdict[str, list[Child]] = defaultdict(list)  # processes of this host
         self._listening: dict[str, asyncio.Task[None]] = {}
         self._former: set[str] = set()  # Monarch's names of meshes that others of the same name have replaced
-        self._oom_kills = 0
+        self._oom_kills = oom_kills()
         self.fault: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.fault.add_done_callback(lambda fault: fault.cancelled() or fault.exception())  # may come when nobody waits for it
 
@@ -101,7 +101,6 @@ class Meshes:
         import monarch.actor
 
         loop = asyncio.get_running_loop()
-        self._oom_kills = oom_kills()
 
         def hook(failure: MeshFailure) -> None:
             # A process is mourned once, by its Process actor; and Monarch has actors of its own: without an obituary, or with a name that
@@ -162,7 +161,7 @@ class Meshes:
         """End a mesh that was left, in whatever state it is, and start its processes again where they were."""
         placed = self._placed[name]
         process: Any = self._meshes[name][1]
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(Exception):  # one whose processes died before they were there has no name
             async with asyncio.timeout(END_DEADLINE_S):
                 self._former.add(await process._name.as_asyncio())
         await self.bury(name)

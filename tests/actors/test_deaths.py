@@ -17,7 +17,7 @@ from monarch_rl.meshes import Meshes
 
 
 @pytest.mark.timeout(200)
-async def test_deaths_are_heard_of_without_monarch_and_nothing_is_left(tmp_path: Path) -> None:
+async def test_deaths_are_heard_of_without_monarch_whenever_and_nothing_is_left(tmp_path: Path) -> None:
     config = Config(output_dir=str(tmp_path))
     config.trainer.ranks = 2
     monarch.actor.unhandled_fault_hook = lambda failure: None  # for good: Monarch may tell of a death when the test is over
@@ -44,6 +44,16 @@ async def test_deaths_are_heard_of_without_monarch_and_nothing_is_left(tmp_path:
     os.kill(first, signal.SIGKILL)
     async with asyncio.timeout(60):
         assert re.fullmatch(r"trainer 0 (was killed by signal 9 \(SIGKILL\)|is gone)", await again)
+
+    await meshes.renew("trainer")
+    async with asyncio.timeout(60):
+        while not (unborn := [child.pid for child in psutil.Process().children() if child.pid not in pids]):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    os.kill(unborn[0], signal.SIGKILL)
+    with pytest.raises(Exception, match="error creating proc"):
+        await meshes.processes()["trainer"].usage.call()
+    await meshes.renew("trainer")
+    pids += [usage.pid for usage in (await meshes.processes()["trainer"].usage.call()).values()]
 
     (buffer,) = usages["replay_buffer"]
     os.kill(buffer.pid, signal.SIGTERM)

@@ -20,8 +20,6 @@ from monarch_rl.cluster.local import ROLE
 from monarch_rl.cluster.machine import POLL
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {key: value for key, value in os.environ.items() if key != POLL} | {"PYTHONPATH": str(ROOT)}
-"""As a user's: a run sets Monarch up itself."""
 SMALL = ["recipe=grpo_qwen", "buffer.prompts_per_step=8", "eval.prompts=8", "console.rollouts_every=0", "trainer.warmup_steps=1"]
 MAIN_STEPS = 8
 MAIN = f"""recipe=grpo_qwen steps={MAIN_STEPS} buffer.prompts_per_step=16 eval.prompts=64 eval.every=4 trainer.warmup_steps=2
@@ -33,6 +31,11 @@ KILLED = r"(was killed by signal 9 \(SIGKILL\)|is gone: its process does not ans
 """How a run may tell of a process that was killed: on a busy host Monarch may find the second before the first."""
 LOGS: deque[Path] = deque(maxlen=12)
 """What the latest runs have written; `conftest.py` shows how these files end when a test fails."""
+
+
+def environment() -> dict[str, str]:
+    """As a user's: a run sets Monarch up itself."""
+    return {key: value for key, value in os.environ.items() if key != POLL} | {"PYTHONPATH": str(ROOT)}
 
 
 def within(seconds: float, reached: Callable[[], bool]) -> bool:
@@ -47,7 +50,7 @@ def within(seconds: float, reached: Callable[[], bool]) -> bool:
 class Job:
     """`python -m monarch_rl.run ARGUMENTS`, started; its output goes to files, so that nothing waits for a reader."""
 
-    def __init__(self, folder: Path, *arguments: str, name: str = "job", environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self, folder: Path, *arguments: str, name: str = "job", more: Mapping[str, str] | None = None) -> None:
         self.output_dir = folder / name
         self._out, self._err = folder / f"{name}.out", folder / f"{name}.err"
         LOGS.extend((self._out, self._err, self.output_dir / "error.log"))
@@ -56,7 +59,7 @@ class Job:
             self.process = subprocess.Popen(
                 command,
                 cwd=folder,
-                env=ENVIRONMENT | dict(environment or {}),
+                env=environment() | dict(more or {}),
                 stdout=out,
                 stderr=err,
                 stdin=subprocess.DEVNULL,
@@ -186,7 +189,7 @@ def command(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "monarch_rl.run", *arguments],
         cwd=cwd,
-        env=ENVIRONMENT,
+        env=environment(),
         text=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
