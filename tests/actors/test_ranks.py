@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from monarch_rl.learner import Learner
 from monarch_rl.types import Shard
 from tests.batches import shards
-from tests.cuts import LIMITS, QUICK, STEP, Case, allowed, cases, gradient, learner
+from tests.cuts import LIMITS, QUICK, STEP, Case, cases, gradient, learner
 
 pytestmark = pytest.mark.timeout(400)  # a busy machine starts the processes slowly
 
@@ -97,7 +97,7 @@ def test_the_gradient_does_not_depend_on_the_ranks(ranks: Ranks, alone: dict[tor
     def holds(case: Case) -> None:
         (whole,) = shards(case.groups, budget=40, step=STEP)
         expected = gradient(alone[dtype], whole, case.config)
-        limit = allowed(expected, lambda config: gradient(alone[dtype], whole, config), case.config)
+        limit = LIMITS[expected.dtype] * expected.norm()
         two, three = (shards(case.groups, n, budget=40, step=STEP) for n in (2, 3))
         for dealt in (two, three, with_an_idle_rank([whole]), with_an_idle_rank(two)):
             assert (ranks.gradient(dtype, dealt, case.config) - expected).norm() <= limit

@@ -31,10 +31,11 @@ SHARED_PREFIX = f"task={Path(__file__).parent / 'audit_task.py'}:SharedPrefix"
 # Few sequences at a time: decoding is what takes long, so that weights arrive while episodes are under way and others still wait.
 ASYNCHRONOUS = ["buffer.prompts_per_step=8", "buffer.max_age=2", "generator.engine.max_num_seqs=2"]
 AUDITS = {
-    "every version": [*ASYNCHRONOUS, "steps=6", "weights.verify=every"],
+    # 98 vocabulary rows over three ranks
+    "every version, three uneven trainer ranks": [*ASYNCHRONOUS, "steps=6", "weights.verify=every", "trainer.ranks=3"],
     "every other version, cooler, shared prefixes": [
         *ASYNCHRONOUS,
-        *("steps=9", "weights.every=2", "generator.temperature=0.7", SHARED_PREFIX),
+        *("steps=7", "weights.every=2", "generator.temperature=0.7", SHARED_PREFIX),
     ],
 }
 
@@ -212,19 +213,6 @@ def test_a_stopped_generator_comes_back_to_the_newest_version(pair: Pair) -> Non
     held, trained = pair.after_stop_prints
     assert held == [trained, trained]
     assert pair.audit.rows()[-1]["sync/rejected"] >= 1
-
-
-@pytest.mark.asyncio(loop_scope="module")
-async def test_three_uneven_ranks_in_step_with_their_generator(tmp_path: Path) -> None:
-    """98 vocabulary rows over three ranks; at zero lag the sampler's log-probabilities are the trainer's (T=1)."""
-    made = audit(tmp_path / "run", "trainer.ranks=3", "steps=2", "buffer.prompts_per_step=8", "buffer.max_age=0")
-    await made.run()
-    assert made.held == [made.trained]
-    for stats in made.stats:
-        assert stats["age/max"] == 0
-        assert stats["mismatch/max_abs"] <= MOST
-        assert stats["mismatch/mean_abs"] <= MEAN
-        assert stats["mismatch/kl"] <= 1e-9
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The commands on real runs: one that is watched from its beginning to its end, one that is killed while it is watched."""
+"""The commands on real runs: the main job, which was watched from its beginning to its end, and one that is killed while it is watched."""
 
 from __future__ import annotations
 
@@ -9,41 +9,25 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.jobs import MAIN_STEPS as STEPS
 from tests.e2e.jobs import SMALL, Job, command, said, started
 from tests.unit.test_trace import check
 
 pytestmark = pytest.mark.timeout(600)
-
-STEPS = 4
 
 
 def steps_of(out: str) -> list[str]:
     return [line.split("  ")[0] for line in out.splitlines() if line.startswith("step ")]
 
 
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """A finished run with a tracker; how it was watched is in `watch.out`."""
-    home = tmp_path_factory.mktemp("commands")
-    settings = ["trackers=[tensorboard]", "eval.every=2", "eval.prompts=32", f"steps={STEPS}"]
-    with started(home, *SMALL, *settings) as job:
-        job.until_steps(0)
-        watching = command("watch", "job", cwd=home)
-        assert job.wait() == 0, job.err
-        code, out, err = said(watching)
-    assert (code, err) == (0, "")
-    (home / "watch.out").write_text(out)
-    return job
-
-
-def test_watching_shows_what_the_run_itself_shows_and_ends_with_it(job: Job) -> None:
-    out = (job.output_dir.parent / "watch.out").read_text()
-    assert steps_of(out) == steps_of(job.out) == [f"step {step}/{STEPS}" for step in range(STEPS + 1)]
+def test_watching_shows_what_the_run_itself_shows_and_ends_with_it(main_job: Job) -> None:
+    out = (main_job.output_dir.parent / "watch.out").read_text()
+    assert steps_of(out) == steps_of(main_job.out) == [f"step {step}/{STEPS}" for step in range(STEPS + 1)]
     assert out.splitlines()[-1] == "the run has ended: done"
 
 
-def test_the_timeline_has_every_actor_and_arrows_to_every_pull(job: Job) -> None:
-    whole = json.loads((job.output_dir / "timeline.json").read_text())
+def test_the_timeline_has_every_actor_and_arrows_to_every_pull(main_job: Job) -> None:
+    whole = json.loads((main_job.output_dir / "timeline.json").read_text())
     events: list[dict[str, Any]] = whole["traceEvents"]
     check(events)
     lanes = {event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -57,30 +41,31 @@ def test_the_timeline_has_every_actor_and_arrows_to_every_pull(job: Job) -> None
     assert whole["metadata"]["clock_offsets_ns"] == {}, "one host, one clock"
 
 
-def test_tensorboard_has_every_row(job: Job) -> None:
+def test_tensorboard_has_every_row(main_job: Job) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(job.output_dir / "tensorboard"))
+    events = EventAccumulator(str(main_job.output_dir / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("time/step_s")] == list(range(1, STEPS + 1))
-    assert [event.value for event in events.Scalars("reward/mean")] == pytest.approx([row["reward/mean"] for row in job.rows[1:]])
+    assert [event.value for event in events.Scalars("reward/mean")] == pytest.approx([row["reward/mean"] for row in main_job.rows[1:]])
 
 
-def test_the_newest_weights_are_evaluated_and_exported(job: Job) -> None:
+def test_the_newest_weights_are_evaluated_and_exported(main_job: Job) -> None:
     """The accuracy is that of the last row, whose prompts and seeds are the same; a model of its own needs its task said."""
-    home = job.output_dir.parent
+    home = main_job.output_dir.parent
     code, out, err = said(command("export", "job", "--to", "exported", cwd=home))
     assert (code, out, err) == (0, "exported\n", "")
     found = []
-    for path, *settings in (["job"], ["exported", "task=arithmetic", "eval.prompts=32", "generator.max_new_tokens=96"]):
-        code, out, err = said(command("eval", path, *settings, cwd=home))
+    of_a_model = ["exported", "task=arithmetic", "eval.prompts=64", "generator.max_new_tokens=96"]
+    for arguments in (["job"], of_a_model):
+        code, out, err = said(command("eval", *arguments, cwd=home))
         assert (code, err) == (0, "")
         readable, line = out.splitlines()
         found.append(json.loads(line))
         assert f"accuracy {found[-1]['accuracy']:.3f}" in readable
     for each in found:
-        assert (each["prompts"], each["unscorable"], each["task"]) == (32, 0, "arithmetic")
-        assert each["accuracy"] == job.rows[-1]["eval/accuracy"]
+        assert (each["prompts"], each["unscorable"], each["task"]) == (64, 0, "arithmetic")
+        assert each["accuracy"] == main_job.rows[-1]["eval/accuracy"]
     assert [each["version"] for each in found] == [f"0.{STEPS}", None]
 
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from monarch_rl.learner import Learner
 from tests.batches import shards
-from tests.cuts import LIMITS, QUICK, STEP, Case, allowed, cases, gradient, learner
+from tests.cuts import LIMITS, QUICK, STEP, Case, cases, gradient, learner
 
 
 @pytest.fixture(scope="module", params=LIMITS, ids=str)
@@ -26,7 +26,7 @@ def test_cutting_padding_and_order_change_no_gradient(learners: dict[int, Learne
     whole, chunked = learners[1024], learners[3]
     (shard,) = shards(case.groups, budget=10**6, step=STEP)
     expected = gradient(whole, shard, case.config)
-    limit = allowed(expected, lambda config: gradient(whole, shard, config), case.config)
+    limit = LIMITS[expected.dtype] * expected.norm()
     (one_by_one,), (few,) = shards(case.groups, budget=1, step=STEP), shards(case.groups, budget=40, step=STEP)
     (shuffled,) = shards(case.groups, budget=10**6, step=STEP, order=random.Random(case.seed))
     padded = replace(few, microbatches=[[], *few.microbatches, []])
