@@ -45,11 +45,12 @@ async def test_deaths_are_heard_of_without_monarch_whenever_and_nothing_is_left(
     async with asyncio.timeout(60):
         assert re.fullmatch(r"trainer 0 (was killed by signal 9 \(SIGKILL\)|is gone)", await again)
 
+    before = psutil.Process().children()
     await meshes.renew("trainer")
     async with asyncio.timeout(60):
-        while not (unborn := [child.pid for child in psutil.Process().children() if child.pid not in pids]):  # noqa: ASYNC110
+        while not (unborn := [child for child in psutil.Process().children() if child not in before]):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    os.kill(unborn[0], signal.SIGKILL)
+    unborn[0].kill()
     with pytest.raises(Exception, match="error creating proc"):
         await meshes.processes()["trainer"].usage.call()
     await meshes.renew("trainer")
