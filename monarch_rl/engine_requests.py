@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +20,6 @@ class UnusablePrompt(ValueError):
 
 class PromptTooLong(UnusablePrompt):
     """The prompt leaves no room for a single token."""
-
-
-class Call:
-    """What one caller waits for: the outputs of its requests, in the order in which it named them."""
-
-    __slots__ = ("future", "missing", "outputs")
-
-    def __init__(self, future: asyncio.Future[list[Any]] | None, requests: int) -> None:
-        self.future, self.missing, self.outputs = future, requests, [None] * requests
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Where it is sent to nobody waits."""
-        return Call, (None, self.missing)
 
 
 def room_for(ids: Sequence[int], sampling: Sampling, model: Any, context: int) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from monarch_rl.cluster.children import Child
 from monarch_rl.cluster.hosts import Hosts
+from monarch_rl.cluster.link import Distant
 from monarch_rl.cluster.machine import set_monarch_up
 from monarch_rl.cluster.placement import Processes, place_generator, place_single, place_worker
 from monarch_rl.config import Config
@@ -34,7 +35,7 @@ END_DEADLINE_S = 2.0
 LEAVE_S = 0.1
 """From when a process says that it ends until it does, for the word to get out."""
 DEATH_NOTICE_S = 1.5
-"""So long may it take to hear of a death after its consequences; where the kernel does not tell, Monarch looks twice a second."""
+"""So long may it take to hear of a death after its consequences: the loops that tell of it may be busy."""
 MANNER_S = 0.5
 """For Monarch to tell how a process has ended, where it has asked the kernel first."""
 
@@ -81,7 +82,7 @@ class Meshes:
         self._ended: set[str] = set()
         self._gone: set[str] = set()  # asking them anything is a wait for Monarch to take note
         self._left: dict[str, asyncio.Future[str]] = {}
-        self._children: defaultdict[str, list[Child]] = defaultdict(list)  # processes of this host
+        self._children: defaultdict[str, list[Child | Distant]] = defaultdict(list)
         self._listening: dict[str, asyncio.Task[None]] = {}
         self._former: set[str] = set()  # Monarch's names of meshes that others of the same name have replaced
         self._oom_kills = oom_kills()
@@ -97,7 +98,7 @@ class Meshes:
 
     def watch(self) -> None:
         """Hear of deaths from now on. Monarch has one hook for it in a process, so this is for one session at a time."""
-        set_monarch_up(self._config.cluster.kind == "local")
+        set_monarch_up()
         import monarch.actor
 
         loop = asyncio.get_running_loop()
@@ -134,20 +135,20 @@ class Meshes:
         mesh, name = self.hosts.spawn(processes), processes.name
         self._placed[name] = processes
         self._meshes[name] = mesh, mesh.spawn(f"{name}_process", Process)
-        if self._config.cluster.kind == "local":
-            self._listening[name] = asyncio.ensure_future(self._listen(name))
+        self._listening[name] = asyncio.ensure_future(self._listen(name))
         return mesh
 
     async def _listen(self, name: str) -> None:
         """Hear at once when one of these processes ends, as soon as they have told which they are."""
-        process = self._meshes[name][1]
+        process, placed = self._meshes[name][1], self._placed[name]
         try:
             usages = await answer(process.usage.call(), f"{name.replace('_', ' ')} (process)", START_DEADLINE_S)
         except Exception:  # one has died before, which Monarch tells
             return
         for rank, usage in enumerate(usages.values()):
             who = named(name, rank, len(usages))
-            self._children[name].append(Child(usage.pid, partial(self._child_ended, name, process, who)))
+            ended = partial(self._child_ended, name, process, who)
+            self._children[name].append(self.hosts.child(placed, rank, usage.pid, ended))
 
     async def alive(self, who: str, waited: Awaitable[T]) -> T:
         """Await something that may take long, unless a process dies meanwhile."""
@@ -244,7 +245,7 @@ class Meshes:
         await self.hosts.close()
 
     def _kill(self, name: str) -> None:
-        """Processes of this host that have not ended."""
+        """Those of its processes that have not ended."""
         for child in self._children.pop(name, ()):
             child.kill()
 

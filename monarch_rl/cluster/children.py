@@ -1,4 +1,7 @@
-"""Processes of this host whose end is heard of at once: Monarch asks after them now and then, and on a busy host takes long to tell."""
+"""Processes of this host whose end is heard of at once: Monarch asks after them now and then, and on a busy host takes long to tell.
+
+Those of other hosts are heard of by the workers there, see `link.Distant`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable
-from functools import cache
+from pathlib import Path
 
 from monarch_rl.supervise import manner
 
@@ -20,25 +23,17 @@ PIDFD_INFO = struct.Struct("=QQ11Ii")
 """mask, …, exit code"""
 
 
-@cache
-def can_hear() -> bool:
-    """Whether this system tells; some sandboxes do not."""
-    if sys.platform != "linux":
-        return False
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except OSError:
-        return False
-    return True
+LOOK_S = 0.2
+"""Between two looks, where the kernel does not tell; some sandboxes do not."""
 
 
 class Child:
-    """One, by its process id, until it has ended. Linux only; elsewhere nothing is heard of it."""
+    """One, by its process id, until it has ended. Linux only; elsewhere nothing is heard of it but from Monarch."""
 
     def __init__(self, pid: int, tell: Callable[[str], object]) -> None:
         """`tell` is called once by the running loop when it has ended, a zombie too, with how it did: empty where Monarch, which is
         part of the same parent, has asked an older kernel first."""
-        self._tell, self._loop = tell, asyncio.get_running_loop()
+        self._pid, self._tell, self._loop = pid, tell, asyncio.get_running_loop()
         self._file: int | None = None
         self.ended = False
         """as far as is known"""
@@ -49,14 +44,25 @@ class Child:
             except ProcessLookupError:
                 self.ended = True
                 self._loop.call_soon(tell, "")
-            except OSError:  # see `can_hear`; Monarch tells all the same
-                return
+            except OSError:
+                self._look()
 
     def kill(self) -> None:
         """Unless it has ended. A stopped process too."""
-        if sys.platform == "linux" and self._file is not None:
-            with contextlib.suppress(ProcessLookupError):
+        if sys.platform != "linux" or self.ended:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            if self._file is None:
+                os.kill(self._pid, signal.SIGKILL)
+            else:
                 signal.pidfd_send_signal(self._file, signal.SIGKILL)
+
+    def _look(self) -> None:
+        if _runs(self._pid):
+            self._loop.call_later(LOOK_S, self._look)
+        else:
+            self.ended = True
+            self._loop.call_soon(self._tell, "")
 
     def _ended(self) -> None:
         file, self._file, self.ended = self._file, None, True
@@ -65,6 +71,15 @@ class Child:
         how = _manner(file)
         os.close(file)
         self._tell(how)
+
+
+def _runs(pid: int) -> bool:
+    """A zombie does not."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"
 
 
 def _manner(file: int) -> str:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from monarch_rl.cluster.child import CONTROLLER, die_with_parent
-from monarch_rl.cluster.machine import monarch_environment
+from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT
 from monarch_rl.config import UserError
 from monarch_rl.observe.quiet import silent_stderr
 
@@ -60,7 +60,7 @@ class Dashboard:
         with self._log.open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", "monarch_rl.cluster.dashboard", KEY, *transport),
-                env=os.environ | monarch_environment(local=False) | {CONTROLLER: str(os.getpid())},
+                env=os.environ | MONARCH_ENVIRONMENT | {CONTROLLER: str(os.getpid())},
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

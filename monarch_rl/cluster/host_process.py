@@ -18,7 +18,7 @@ from pathlib import Path
 
 from monarch_rl.cluster.address import Address, free_port, interface_of
 from monarch_rl.cluster.child import CONTROLLER, die_with_parent, outlive_sigterm
-from monarch_rl.cluster.machine import ROOT, monarch_environment
+from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT, ROOT
 
 START_S = 60.0
 """For Monarch to listen; it imports for a second or two."""
@@ -65,7 +65,7 @@ class HostProcess:
 
 def _environment(ip: str) -> dict[str, str]:
     """The worker's own, and what Monarch and torch must know of this host. It is inherited by all processes of the run."""
-    own = {CONTROLLER: str(os.getpid()), **monarch_environment(local=False)}
+    own = {CONTROLLER: str(os.getpid()), **MONARCH_ENVIRONMENT}
     if interface := interface_of(ip):
         own["GLOO_SOCKET_IFNAME"] = interface  # gloo would look this host's name up, which may lead to its loopback interface
     if str(ROOT) != sysconfig.get_path("purelib"):

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from monarch_rl.cluster import local
 from monarch_rl.cluster.address import Address, parse
+from monarch_rl.cluster.children import Child
 from monarch_rl.cluster.dashboard import Dashboard
-from monarch_rl.cluster.link import Heart, Host, Link
+from monarch_rl.cluster.link import Distant, Heart, Host, Link
 from monarch_rl.cluster.machine import Facts, facts, set_monarch_up
 from monarch_rl.cluster.placement import Processes
 from monarch_rl.cluster.slurm import Allocation
@@ -56,7 +57,7 @@ class Hosts:
             UserError: names the worker that cannot be had, and why. To be closed then, too.
         """
         cluster = self._config.cluster
-        set_monarch_up(cluster.kind == "local")
+        set_monarch_up()
         if cluster.kind == "local":
             await self._start_dashboard()
             self.facts, self._parents = [facts()], [Host(sys.executable, os.getpid())]
@@ -117,6 +118,11 @@ class Hosts:
         self._meshes[processes.hosts] = on
         mesh = local.spawn(on, processes, self._environment, [self._parents[index] for index in processes.hosts])
         return mesh.flatten(processes.dim) if self._links else mesh
+
+    def child(self, processes: Processes, rank: int, pid: int, tell: Callable[[str], object]) -> Child | Distant:
+        """One of the processes that were spawned, to hear of its end. `tell`: see `Child`."""
+        host = processes.hosts[rank // (processes.count // len(processes.hosts))]
+        return Distant(self._links[host], pid, tell) if self._links else Child(pid, tell)
 
     def _mesh(self, hosts: tuple[int, ...]) -> HostMesh:
         from monarch.actor import attach_to_workers

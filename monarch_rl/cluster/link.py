@@ -1,7 +1,8 @@
-"""The controller's connections to its workers: what each host is, a heartbeat in both directions, and an orderly end."""
+"""The controller's connections to its workers: what each host is, a heartbeat, whose end was heard of there, and an orderly end."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -45,13 +46,15 @@ class Host:
 
 
 class Link:
-    """One connection. All methods block, and only one thread at a time may use it."""
+    """One connection. All methods block, and only one thread at a time may use it; while one hears, others may tell."""
 
     def __init__(self, address: Address, deadline_s: float) -> None:
         """Waits for a worker to listen. Raises UserError when none does within the deadline."""
         self.address = address
         self.who = f"worker {address}"
         self._unread = b""
+        self._telling = threading.Lock()
+        self._watched: dict[int, Callable[[str], object]] = {}
         deadline = time.monotonic() + deadline_s
         while True:
             try:
@@ -110,10 +113,23 @@ class Link:
         """Raises OSError when nobody is there."""
         self._tell({})
 
-    def last_words(self) -> str:
-        """Why the worker ends the connection; blocks until it says something."""
+    def watch(self, pid: int, ended: Callable[[str], object]) -> None:
+        """Hear of the end of a process there. `ended` is called by whoever calls `hear`, with how it did. Raises OSError as `beat` does."""
+        self._watched[pid] = ended
+        self._tell({"watch": pid})
+
+    def kill(self, pid: int) -> None:
+        """A process that is watched. Raises OSError as `beat` does."""
+        self._tell({"kill": pid})
+
+    def hear(self) -> str | None:
+        """Take in whose end the worker tells of. Why it ends the connection, where it does that instead. Blocks until it says something."""
         try:
-            return str(self._hear(ANSWER_S).get("problem", "it was ended"))
+            while "ended" in (message := self._hear(ANSWER_S)):
+                self._watched.pop(message["ended"])(message["how"])
+                if b"\n" not in self._unread:
+                    return None
+            return str(message.get("problem", "it was ended"))
         except (Lost, ValueError) as error:
             return str(error)
 
@@ -130,8 +146,9 @@ class Link:
             self._socket.close()
 
     def _tell(self, message: dict[str, Any]) -> None:
-        self._socket.settimeout(ANSWER_S)
-        self._socket.sendall(json.dumps(message).encode() + b"\n")
+        with self._telling:
+            self._socket.settimeout(ANSWER_S)
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
 
     def _hear(self, deadline_s: float) -> dict[str, Any]:
         """The next message. Raises Lost at the end or when none comes, ValueError for what is none."""
@@ -151,6 +168,29 @@ class Link:
         if not isinstance(message, dict):
             raise ValueError(line)
         return message
+
+
+class Distant:
+    """A process of another host, as `children.Child` is one of this host."""
+
+    def __init__(self, link: Link, pid: int, tell: Callable[[str], object]) -> None:
+        self._link, self._pid, self._tell, self._loop = link, pid, tell, asyncio.get_running_loop()
+        self.ended = False
+        with contextlib.suppress(OSError):  # that the host is lost is told as such
+            link.watch(pid, self._heard)
+
+    def kill(self) -> None:
+        if not self.ended:
+            with contextlib.suppress(OSError):
+                self._link.kill(self._pid)
+
+    def _heard(self, how: str) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end, how)
+
+    def _end(self, how: str) -> None:
+        self.ended = True
+        self._tell(how)
 
 
 @contextlib.contextmanager
@@ -196,7 +236,8 @@ class Heart(threading.Thread):
         try:
             if not spoke:
                 return link.beat()
-            why = link.last_words()
+            if (why := link.hear()) is None:
+                return None
         except ConnectionError:
             why = CLOSED
         except OSError as error:

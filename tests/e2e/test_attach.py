@@ -75,7 +75,8 @@ def gone(processes: list[psutil.Process]) -> bool:
 
 
 def test_it_learns_with_trainers_on_one_host_and_generators_on_the_other_until_ctrl_c(tmp_path: Path) -> None:
-    """With a task in a file that is named from the controller's working folder. Nothing is left on the hosts."""
+    """With a task in a file that is named from the controller's working folder. Of the death of a process a worker tells at once, when
+    Monarch would ask half a minute later. Nothing is left on the hosts."""
     (tmp_path / "mine.py").write_text("from monarch_rl.tasks.arithmetic import Arithmetic as Sums\n")
     with workers(tmp_path) as (first, second):
         with started(tmp_path, *SMALL, "steps=2000", "task=mine.py:Sums", *attach(first, second)) as job:
@@ -83,7 +84,11 @@ def test_it_learns_with_trainers_on_one_host_and_generators_on_the_other_until_c
             below = first.below() + second.below()
             assert first.roles() == {"trainer 0", "replay_buffer 0", "scorer_0 0"}
             assert second.roles() == {"generator_0 0", "rollout_0 0"}
+            (generator,) = (process for process in second.below() if process.environ().get(ROLE) == "generator_0 0")
+            generator.kill()
+            assert within(5, lambda: "generator 0 was killed by signal 9 (SIGKILL); generator 1 takes its place\n" in job.out)
             job.until_row(20)
+            below += second.below()
             job.signal(signal.SIGINT)
             assert job.wait() == 130
         assert [first.wait(), second.wait()] == [0, 0]

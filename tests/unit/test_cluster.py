@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from monarch_rl.cluster.address import Address, interface_of, ip_toward, parse
-from monarch_rl.cluster.link import Link
+from monarch_rl.cluster.link import Distant, Heart, Link
 from monarch_rl.cluster.machine import Facts, differences, versions, visible_gpus
 from monarch_rl.cluster.placement import Processes, place, place_generator
-from monarch_rl.cluster.worker import Worker
+from monarch_rl.cluster.worker import Worker, _until_over
 from monarch_rl.cluster_config import duration_s
 from monarch_rl.config import Config, ConfigError
 from monarch_rl.configure import load
@@ -230,8 +234,45 @@ def test_a_worker_that_is_gone_is_told_of_in_one_way(unread: bytes) -> None:
         there, _ = server.accept()
         link._socket.sendall(unread)
         there.close()
-        assert link.last_words() == "it closed the connection"
+        assert link.hear() == "it closed the connection"
         link.close()
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "600"])
+
+
+async def test_a_worker_tells_of_the_end_of_what_it_watches_until_its_controller_goes() -> None:
+    """Of two that end at once, too, and of one that the controller has it kill."""
+    over: asyncio.Queue[str] = asyncio.Queue()
+
+    async def lend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        host: Any = SimpleNamespace(ended=lambda: None)
+        over.put_nowait(await _until_over(host, reader, writer, heartbeat_s=30))
+        writer.close()
+
+    server = await asyncio.start_server(lend, "127.0.0.1", 0)
+    link = await asyncio.to_thread(Link, Address("127.0.0.1", server.sockets[0].getsockname()[1]), 10.0)
+    heart = Heart(pytest.fail)
+    heart.add(link)
+    heart.start()
+    sleepers = [sleeper() for _ in range(3)]
+    ended: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+    distant = [Distant(link, sleeper.pid, partial(lambda pid, how: ended.put_nowait((pid, how)), one.pid)) for one in sleepers]
+    for one in sleepers[:2]:
+        one.terminate()
+    distant[2].kill()
+    heard = dict([await asyncio.wait_for(ended.get(), 60) for _ in sleepers])
+    by_signal = [signal.SIGTERM, signal.SIGTERM, signal.SIGKILL]
+    assert heard == {
+        one.pid: f"was killed by signal {number.value} ({number.name})" for one, number in zip(sleepers, by_signal, strict=True)
+    }
+    assert all(each.ended for each in distant)
+    assert [one.wait() for one in sleepers] == [-number for number in by_signal]
+    await asyncio.to_thread(heart.stop)
+    link.close()
+    assert await asyncio.wait_for(over.get(), 60) == "it is gone"
+    server.close()
 
 
 def test_a_worker_ends_everything_below_it_also_what_has_lost_its_parent() -> None:
