@@ -84,8 +84,7 @@ def test_it_learns_with_trainers_on_one_host_and_generators_on_the_other_until_c
             below = first.below() + second.below()
             assert first.roles() == {"trainer 0", "replay_buffer 0", "scorer_0 0"}
             assert second.roles() == {"generator_0 0", "rollout_0 0"}
-            (generator,) = (process for process in second.below() if process.environ().get(ROLE) == "generator_0 0")
-            generator.kill()
+            next(process for process in second.below() if process.environ().get(ROLE) == "generator_0 0").kill()
             assert within(5, lambda: "generator 0 was killed by signal 9 (SIGKILL); generator 1 takes its place\n" in job.out)
             job.until_row(20)
             below += second.below()
