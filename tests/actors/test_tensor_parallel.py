@@ -44,7 +44,7 @@ MOST, MEAN = 1e-4, 2e-6
 
 @dataclass
 class Replica:
-    """Two ranks, of a model with biases, tied embeddings, an uneven vocabulary, and one key-value head that both ranks hold."""
+    """Two ranks, by default of a model with biases, tied embeddings, an uneven vocabulary, and one key-value head that both ranks hold."""
 
     config: Config
     ranks: Any
@@ -105,9 +105,9 @@ class Replica:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def replica(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Replica]:
-    """With a parameter: of adapters of that rank."""
-    lora = getattr(request, "param", 0)
-    path = write_model(tmp_path_factory.mktemp("model") / "qwen2", "qwen2")
+    """With a parameter: of a model of that shape, with adapters of that rank."""
+    shape, lora = getattr(request, "param", ("qwen2", 0))
+    path = write_model(tmp_path_factory.mktemp("model") / shape, shape)
     keys = ["recipe=grpo_qwen", "profile=cpu", f"model.path={path}", f"generator.tensor_parallel={RANKS}", "weights.verify=every"]
     keys += ["generator.engine.kv_cache_memory_bytes=67108864", "weights.encoding=delta", f"model.lora.rank={lora}"]
     config = load(keys).config
@@ -226,8 +226,15 @@ async def test_ranks_that_go_apart_end_the_replica(replica: Replica) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("replica", [3], indirect=True)
+@pytest.mark.parametrize("replica", [("qwen2", 3)], indirect=True, ids=["rank 3"])
 async def test_both_ranks_hold_their_parts_of_adapters_and_replace_them_at_the_same_step(replica: Replica) -> None:
     """Cases 33, 35. Of three trainer ranks each holds one row of A."""
     await check_exactness(replica, 3)
     await check_steps(replica)
+
+
+@pytest.mark.parametrize("replica", [("gpt2", 0)], indirect=True, ids=["gpt2"])
+async def test_a_loader_that_does_more_than_copy_gives_both_ranks_their_parts(replica: Replica) -> None:
+    """Both pull the whole model."""
+    assert {plan.digest for plan in replica.plans} == {replica.plans[0].digest}
+    await check_exactness(replica, 3)

@@ -258,7 +258,8 @@ async def test_a_worker_tells_of_the_end_of_what_it_watches_until_its_controller
     heart.start()
     sleepers = [sleeper() for _ in range(3)]
     ended: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
-    distant = [Distant(link, sleeper.pid, partial(lambda pid, how: ended.put_nowait((pid, how)), one.pid)) for one in sleepers]
+    tell = [partial(lambda pid, how: ended.put_nowait((pid, how)), one.pid) for one in sleepers]
+    distant = [Distant(link, one.pid, told) for one, told in zip(sleepers, tell, strict=True)]
     for one in sleepers[:2]:
         one.terminate()
     distant[2].kill()
