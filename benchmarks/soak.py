@@ -128,6 +128,8 @@ def taken(pid: int) -> Row:
     """Raises OSError: it is gone."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     status = {key: value.split() for key, _, value in (line.partition(":") for line in lines)}
+    if "RssAnon" not in status:  # it is ending
+        raise ProcessLookupError(pid)
     memory = sum(int(status[key][0]) for key in ("RssAnon", "RssShmem")) / 1024
     return {"memory": memory, "descriptors": len(os.listdir(f"/proc/{pid}/fd")), "threads": int(status["Threads"][0])}
 
