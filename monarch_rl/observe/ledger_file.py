@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.disk import on_disk, write_whole
+from monarch_rl.disk import on_disk
 from monarch_rl.lives import STATES, Life
 from monarch_rl.types import NOT_SAMPLED, Version
 
@@ -17,9 +18,10 @@ class LedgerFile:
 
     def __init__(self, path: Path, after: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _up_to(path, after) if after and path.exists() else []
-        write_whole(path, "".join(kept))
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        with on_disk(path):
+            path.touch()
+            os.truncate(path, _end_of(path, after) if after else 0)
+            self._path, self._file = path, path.open("a", encoding="utf-8")
 
     def write(self, life: Life) -> None:
         row: dict[str, Any] = {"ordinal": life.ordinal, "state": life.state, "since": round(life.since, 3), "attempt": life.attempt}
@@ -71,12 +73,16 @@ def _packed(text: str) -> int:
     return Version(int(lineage), int(step)).pack()
 
 
-def _up_to(path: Path, step: int) -> list[str]:
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+def _end_of(path: Path, step: int) -> int:
+    """Bytes up to the end of the mark of step `step`; 0 where there is none."""
     marks: dict[int, int] = {}
-    for at, line in enumerate(lines):
-        if line.startswith('{"checkpoint"'):
-            marks.setdefault(json.loads(line)["checkpoint"], at)  # a later one of the same step is of a checkpoint that was there already
-        elif line.startswith('{"back"'):
-            marks = {done: mark for done, mark in marks.items() if done <= json.loads(line)["back"]}
-    return lines[: marks[step] + 1] if step in marks else []
+    end = 0
+    with path.open("rb") as file:
+        for line in file:
+            end += len(line)
+            if line.startswith(b'{"checkpoint"'):
+                # A later one of the same step is of a checkpoint that was there already.
+                marks.setdefault(json.loads(line)["checkpoint"], end)
+            elif line.startswith(b'{"back"'):
+                marks = {done: mark for done, mark in marks.items() if done <= json.loads(line)["back"]}
+    return marks.get(step, 0)

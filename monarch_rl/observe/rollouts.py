@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-from monarch_rl.disk import on_disk, write_whole
+from monarch_rl.disk import on_disk
 from monarch_rl.types import Episode, Group
 
 
@@ -37,21 +39,32 @@ class RolloutsFile:
 
 def reopen(path: Path, after: int) -> TextIO:
     """A file of JSON lines with a `step` each, to be appended to; of an earlier run the steps up to `after` are kept, and none for 0."""
-    write_whole(path, _up_to(path, after) if after and path.exists() else "")
-    return path.open("a", encoding="utf-8")
+    with on_disk(path):
+        path.touch()
+        os.truncate(path, _end_of(path, after) if after else 0)
+        return path.open("a", encoding="utf-8")
 
 
 def cut(file: TextIO, path: Path, after: int) -> TextIO:
-    """The same file without the lines of later steps."""
+    """The same file without the lines of later steps, which are its last."""
     file.close()
-    write_whole(path, _up_to(path, after))
-    return path.open("a", encoding="utf-8")
+    with on_disk(path):
+        os.truncate(path, _end_of(path, after))
+        return path.open("a", encoding="utf-8")
 
 
-def _up_to(path: Path, step: int) -> str:
-    """Without a line that is not whole."""
-    with path.open(encoding="utf-8") as file:  # line by line: `splitlines` would also split at what a model may sample
-        return "".join(line for line in file if line.endswith("\n") and json.loads(line)["step"] <= step)
+def _end_of(path: Path, step: int) -> int:
+    """Bytes up to the last line of `step` or an earlier one. It is looked for from the end, since the file may be larger than memory."""
+    if not path.stat().st_size:
+        return 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as lines:
+        end = lines.rfind(b"\n") + 1
+        while end:
+            start = lines.rfind(b"\n", 0, end - 1) + 1
+            if json.loads(lines[start:end])["step"] <= step:
+                break
+            end = start
+        return end
 
 
 def _episode(episode: Episode) -> dict[str, object]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -54,24 +55,26 @@ def _status(output_dir: Path) -> Status:
 
 
 class Follower:
-    """Whole lines of a growing file, as they come. Begins again when the file is another one, or shorter than before."""
+    """Whole lines of a growing file, as they come. Begins again when it is another file, or what was read last is not there any more."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file_id = self._at = 0
+        self._last = b""
 
     def lines(self) -> Iterator[str]:
         if not self._path.is_file():
             return
         with self._path.open("rb") as file:
-            stat = self._path.stat()
-            if stat.st_ino != self._file_id or stat.st_size < self._at:
-                self._file_id, self._at = stat.st_ino, 0
-            file.seek(self._at)
+            file_id = os.fstat(file.fileno()).st_ino
+            file.seek(self._at - len(self._last))
+            if file_id != self._file_id or file.read(len(self._last)) != self._last:
+                self._file_id, self._at, self._last = file_id, 0, b""
+                file.seek(0)
             for line in file:
                 if not line.endswith(b"\n"):
                     return
-                self._at += len(line)
+                self._at, self._last = self._at + len(line), line
                 yield line.decode("utf-8")
 
 

@@ -67,6 +67,27 @@ def test_metrics_and_rollouts_go_on_behind_the_last_line_that_is_whole(tmp_path:
             assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("after", [0, 2, 3, 9])
+def test_steps_that_are_undone_are_cut_off_where_the_file_is(after: int, tmp_path: Path) -> None:
+    """It may be larger than memory: the rest of it is neither read nor written again."""
+    path = tmp_path / "rollouts.jsonl"
+    trained = RolloutsFile(path)
+    groups = [Group(Prompt(ordinal, f"{ordinal}\u2028\n", "2"), []) for ordinal in range(3)]
+    for step in range(1, 4):
+        trained.write(step, groups)
+    file_id = path.stat().st_ino
+    trained.cut(after)
+    trained.write(after + 1, groups)
+    trained.close()
+    with path.open() as lines:
+        steps = [json.loads(line)["step"] for line in lines]
+    kept = [step for step in (1, 2, 3) if step <= after]
+    assert steps == [step for step in (*kept, after + 1) for _ in groups]
+    assert path.stat().st_ino == file_id
+    RolloutsFile(path, after=0).close()
+    assert not path.read_bytes()
+
+
 def test_the_ledger_is_read_up_to_the_last_line_that_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "ledger.jsonl"
     file = LedgerFile(path)

@@ -100,6 +100,8 @@ def test_a_file_is_followed_by_whole_lines_and_again_from_its_beginning_when_it_
     assert list(follower.lines()) == ["two\n", "three\n"]
     path.write_text("two\n")
     assert list(follower.lines()) == ["two\n"], "a resumed run cuts off what came after its checkpoint"
+    path.write_text("three\nfour\n")
+    assert list(follower.lines()) == ["three\n", "four\n"], "and may have written more than that by now"
     (tmp_path / "other").write_text("anew\nfive\n")
     (tmp_path / "other").replace(path)
     assert list(follower.lines()) == ["anew\n", "five\n"]
