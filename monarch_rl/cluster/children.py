@@ -31,8 +31,8 @@ class Child:
     """One, by its process id, until it has ended. Linux only; elsewhere nothing is heard of it but from Monarch."""
 
     def __init__(self, pid: int, tell: Callable[[str], object]) -> None:
-        """`tell` is called once by the running loop when it has ended, a zombie too, with how it did: empty where Monarch, which is
-        part of the same parent, has asked an older kernel first."""
+        """`tell` is called once by the running loop when it has ended, a zombie too, with how it did: empty where its parent has asked
+        an older kernel first."""
         self._pid, self._tell, self._loop = pid, tell, asyncio.get_running_loop()
         self._file: int | None = None
         self.ended = False
@@ -68,39 +68,51 @@ class Child:
         file, self._file, self.ended = self._file, None, True
         assert file is not None
         self._loop.remove_reader(file)
-        how = _manner(file)
+        how = _manner(file, self._pid)
         os.close(file)
         self._tell(how)
 
 
 def _runs(pid: int) -> bool:
     """A zombie does not."""
+    return (_stat(pid) or ["Z"])[0] not in "ZX"
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel tells of a process, from its state on; nothing where there is none."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+        return []
 
 
-def _manner(file: int) -> str:
-    """Of what has ended. Where it is a zombie it stays one, for Monarch to ask after."""
+def _manner(file: int, pid: int) -> str:
+    """Of what has ended. Where it is a zombie it stays one, for its parent to ask after."""
     if sys.platform != "linux":
         return ""
     try:
         found = os.waitid(os.P_PIDFD, file, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
-        return _manner_from_info(file)
+        statuses = _kept(file), _zombies(pid), _kept(file)  # another's, who may ask at any moment
+        known = [status for status in statuses if status is not None]
+        return manner(os.waitstatus_to_exitcode(known[0])) if known else ""
     if found is None:
         return ""
     return manner(found.si_status if found.si_code == os.CLD_EXITED else -found.si_status)
 
 
-def _manner_from_info(file: int) -> str:
-    """Of one whose parent has asked already; empty where the kernel does not keep that."""
+def _kept(file: int) -> int | None:
+    """The wait status of one whose parent has asked already; None where the kernel does not keep that."""
     info = bytearray(PIDFD_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
     try:
         fcntl.ioctl(file, PIDFD_GET_INFO, info)
     except OSError:
-        return ""
+        return None
     known, *_, status = PIDFD_INFO.unpack(info)
-    return manner(os.waitstatus_to_exitcode(status)) if known & PIDFD_INFO_EXIT else ""
+    return int(status) if known & PIDFD_INFO_EXIT else None
+
+
+def _zombies(pid: int) -> int | None:
+    """The wait status of one whose parent has not asked yet."""
+    stat = _stat(pid)
+    return int(stat[-1]) if stat and stat[0] == "Z" else None

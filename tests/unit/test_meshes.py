@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import monarch.actor
+import psutil
 import pytest
 
 from monarch_rl import meshes
@@ -208,6 +209,20 @@ async def test_how_a_process_ended_is_known_though_its_parent_has_asked_first() 
     process.wait()
     kept = tuple(map(int, os.uname().release.split(".")[:2])) >= (6, 15)
     assert await asyncio.wait_for(heard.get(), 60) == ("was killed by signal 9 (SIGKILL)" if kept else "")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+async def test_how_a_process_ended_is_known_of_a_zombie_whose_parent_does_not_ask(number: signal.Signals) -> None:
+    heard: asyncio.Queue[str] = asyncio.Queue()
+    parent = run("sh", "-c", "sleep 600 & exec sleep 601")
+    async with asyncio.timeout(60):
+        while not (children := psutil.Process(parent.pid).children()):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    Child(children[0].pid, heard.put_nowait)
+    children[0].send_signal(number)
+    assert await asyncio.wait_for(heard.get(), 60) == f"was killed by signal {number.value} ({number.name})"
+    parent.kill()
+    parent.wait()
 
 
 @pytest.mark.parametrize("tells", [True, False], ids=["the kernel tells", "it does not"])
