@@ -61,8 +61,10 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="key=value of the default job, e.g. train.steps=12")
     options = parser.parse_args()
     command = [sys.executable, "-m", "monarch_rl.run", *JOB, "eval.every=0", *options.overrides, f"output_dir={options.runs}"]
+    metrics = options.runs / "metrics.jsonl"
+    earlier = metrics.stat().st_ino if metrics.exists() else 0
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
-        first, last = watch(process, options.runs / "metrics.jsonl")
+        first, last = watch(process, metrics, earlier)
     if process.returncode:
         raise JobFailed(f"{' '.join(command)} ended with {process.returncode}")
     job = Job(options.runs)
@@ -70,13 +72,13 @@ def main() -> None:
     show(processes, job, idle(processes, job, first.at_ns, last.at_ns), options.out)
 
 
-def watch(process: subprocess.Popen[bytes], metrics: Path) -> tuple[Look, Look]:
-    """When row 0 was there, and when the latest row was."""
+def watch(process: subprocess.Popen[bytes], metrics: Path, earlier: int) -> tuple[Look, Look]:
+    """When row 0 was there, and when the latest row was. `earlier`: the file of a run that was in the folder, which is moved away."""
     first = last = Look(0, {})
     rows = 0
     while process.poll() is None:
         time.sleep(0.05)
-        found = metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        found = metrics.read_bytes().count(b"\n") if metrics.exists() and metrics.stat().st_ino != earlier else 0
         if found > rows:
             rows, last = found, snapshot(process.pid)
             first = first if first.processes else last
