@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 
 @contextlib.contextmanager
@@ -22,6 +24,14 @@ def write_whole(path: Path, text: str) -> None:
     with on_disk(path), dropped(new):
         new.write_text(text, encoding="utf-8")
         new.replace(path)
+
+
+def appended(path: Path, nbytes: int) -> TextIO:
+    """The file, to be written to behind its first `nbytes`, where it is cut off; a new one where there is none."""
+    with on_disk(path):
+        path.touch()
+        os.truncate(path, nbytes)
+        return path.open("a", encoding="utf-8")
 
 
 @contextlib.contextmanager

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from monarch_rl.disk import on_disk
+from monarch_rl.disk import appended, on_disk
 from monarch_rl.lives import STATES, Life
 from monarch_rl.types import NOT_SAMPLED, Version
 
@@ -18,10 +17,7 @@ class LedgerFile:
 
     def __init__(self, path: Path, after: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with on_disk(path):
-            path.touch()
-            os.truncate(path, _end_of(path, after) if after else 0)
-            self._path, self._file = path, path.open("a", encoding="utf-8")
+        self._path, self._file = path, appended(path, _end_of(path, after) if after and path.exists() else 0)
 
     def write(self, life: Life) -> None:
         row: dict[str, Any] = {"ordinal": life.ordinal, "state": life.state, "since": round(life.since, 3), "attempt": life.attempt}

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TextIO
 
-from monarch_rl.disk import on_disk
+from monarch_rl.disk import appended, on_disk
 from monarch_rl.types import Episode, Group
 
 
@@ -39,18 +38,13 @@ class RolloutsFile:
 
 def reopen(path: Path, after: int) -> TextIO:
     """A file of JSON lines with a `step` each, to be appended to; of an earlier run the steps up to `after` are kept, and none for 0."""
-    with on_disk(path):
-        path.touch()
-        os.truncate(path, _end_of(path, after) if after else 0)
-        return path.open("a", encoding="utf-8")
+    return appended(path, _end_of(path, after) if after and path.exists() else 0)
 
 
 def cut(file: TextIO, path: Path, after: int) -> TextIO:
     """The same file without the lines of later steps, which are its last."""
     file.close()
-    with on_disk(path):
-        os.truncate(path, _end_of(path, after))
-        return path.open("a", encoding="utf-8")
+    return appended(path, _end_of(path, after))
 
 
 def _end_of(path: Path, step: int) -> int:

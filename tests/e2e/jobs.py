@@ -27,7 +27,7 @@ console.rollouts_every=4""".split()
 START_S = 240.0
 """Until a run takes steps, on a machine that does other things too."""
 LOOK_S = 0.1
-KILLED = r"(was killed by signal 9 \(SIGKILL\)|is gone(: its process does not answer any more)?)"
+KILLED = r"(was killed by signal 9 \(SIGKILL\)|is gone: its process does not answer any more)"
 """How a run may tell of a process that was killed: on a busy host Monarch may find the second before the first."""
 LOGS: deque[Path] = deque(maxlen=12)
 """What the latest runs have written; `conftest.py` shows how these files end when a test fails."""
